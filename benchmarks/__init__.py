@@ -13,5 +13,6 @@ traffic.py   bytes through HBM, counted by Nsight Compute
 ablations.py what one change does to a kernel, with everything else as it was
 last_step.py the changes to the final kernel of chapter Hopper, for ablations.py
 traces.py    when each role of a Hopper kernel waits
+runs.py      how a record is measured task by task, and continued by a later run
 timing.py    how one call is timed, and the parts that every record has
 """

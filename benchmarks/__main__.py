@@ -37,13 +37,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "flashlib" / "records"
 FIGURE = ROOT / "book" / "_static" / "ladder.png"
 DRAWN = "forward", "hopper"  # the records in it
-# {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
+# {record: (quick, say) -> (record, lines that say what of ours has failed)}; those that
+# can be continued take a path and an end, too: see benchmarks/runs.py.
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
-# Those that can be continued.
-RESUMED = SPEEDS | {"latent": latent.run, "scores": scores.run, "fp8": eight_bits.run}
-RESUMED |= {"traces": traces.run, "ablations": ablations.run, "host": host.run}
-PASSES = RESUMED | {"decoding": decoding.run, "hbm": traffic.run}
-PASSES |= {"probes": probes.run}
+PASSES = SPEEDS | {
+    "latent": latent.run, "scores": scores.run, "fp8": eight_bits.run,
+    "traces": traces.run, "ablations": ablations.run, "host": host.run,
+    "decoding": decoding.run, "hbm": traffic.run, "probes": probes.run,
+}  # fmt: skip
+WHOLE = {"hbm"}  # passes whose record cannot be continued
 ON_HOPPER = "hopper", "fp8", "probes", "traces"
 RIVALS = {"hopper": fa3, "fa3": fa3, "fa4": fa4}  # without which a pass says less
 DEFAULT = [name for name in PASSES if name != "hbm"]
@@ -77,6 +79,9 @@ def options(arguments=None):
         parser.error(f"pass: expected some {names}, got {', '.join(sorted(unknown))}")
     if args.resume is not None and args.output is None:
         parser.error("--resume: expected --output, got none")
+    if args.resume is not None and (whole := WHOLE & set(args.passes)):
+        names = f"expected passes that can be continued, got {', '.join(whole)}"
+        parser.error(f"--resume: {names}")
     if args.output is None and not args.quick:
         args.output = RECORDS
     if args.output is not None and not args.output.is_dir():
@@ -102,7 +107,7 @@ def main(arguments=None):
             if name != "hopper":  # which has other contenders
                 continue
         more = {}
-        if args.resume is not None and name in RESUMED:
+        if args.resume is not None:
             path = args.output / f"{name}.json"
             more = {"path": path, "end": start + args.resume}
         data, failed = PASSES[name](args.quick, say, **more)

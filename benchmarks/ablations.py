@@ -22,7 +22,6 @@ import math
 import multiprocessing
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import decoding as decoding_benchmark
-from benchmarks import last_step, timing
+from benchmarks import last_step, runs, timing
 from flashlib import plans
 from flashlib.kernels import backward, decoding, flash1, tables
 from flashlib.kernels import flash2 as forward
@@ -414,9 +413,9 @@ def compile_parts(parts):
         pool.map_async(compile_part, parts, chunksize=1).get(LONGEST)
 
 
-def measure(variants, say):
-    """The cells of variants, and lines that say what failed."""
-    cells, failed, replays = [], [], {}
+def measure(variants):
+    """The cells of variants."""
+    cells, replays = [], {}
     for number, variant in enumerate(variants):
         with compiled_with(variant.changes):
             more, error = timing.attempt(variant.judge)
@@ -427,7 +426,6 @@ def measure(variants, say):
         cells.append(variant.identity() | about | (more or {}))
         if error:
             cells[-1]["error"] = error
-            failed.append(f"{variant.question}, {variant.variant}: {error}")
             continue
         replays[number] = replay
         cells[-1]["graph_us"] = []
@@ -440,48 +438,38 @@ def measure(variants, say):
             lambda replay=replay: replay, us * variants[number].calls / 1e3
         )
         cells[number] |= {"us": us, "clock_mhz": mhz}
-        say(f"{', '.join(map(str, variants[number].identity().values()))}: {us:.1f} us")
-    return cells, failed
+    return cells
+
+
+def dated(part):
+    """The cells of a part of the plan, with the day on which they were measured."""
+    date = timing.environment()["date"]
+    return [cell | {"date": date} for cell in measure(part.make(*part.arguments))]
 
 
 def run(quick, say, path=None, end=math.inf):
-    """(the record, lines that say what failed).
-
-    With a path, a record that is there is continued, and the record is written after
-    each part. No part is begun when time.monotonic() is beyond end.
+    """(the record, lines that say what has failed and what is left): see
+    benchmarks/runs.py.
     """
     fresh = {"pass": "ablations", **timing.environment(), "timing": TIMING}
-    fresh["grid"] = {"tokens": TOKENS, "width": WIDTH, "dtype": "bfloat16"}
-    record, failed = timing.resumed(fresh | {"cells": [], "code": []}, path), []
-    if "ceilings" not in record:
-        record["ceilings"] = timing.ceilings()
+    grid = {"tokens": TOKENS, "width": WIDTH, "dtype": "bfloat16"}
+    fresh |= {"ceilings": None, "grid": grid}
+    one = runs.Run(fresh, say, path, end)
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    done = [{name: cell[name] for name in FIELDS} for cell in record["cells"]]
-    parts = [
-        part
-        for part in plan(quick, hopper)
-        if not all(x in done for x in part.identities())
+    parts = plan(quick, hopper)
+    tasks = [
+        runs.Task("cells", part.identities(), functools.partial(dated, part))
+        for part in parts
     ]
-    if len(parts) > 1:
-        _, error = timing.attempt(compile_parts, parts)
+    if hopper:
+        pairs = itertools.product(last_step.WAITS, WIDTHS)
+        names = [{"variant": variant, "d": d} for variant, d in pairs]
+        action = functools.partial(last_step.code_cells, compiled_with)
+        tasks.append(runs.Task("code", names, action))
+    left = one.left(tasks)
+    some = [part for part, task in zip(parts, tasks, strict=False) if task in left]
+    if len(some) > 1:
+        _, error = timing.attempt(compile_parts, some)
         say(f"compiled, with {error or 'no error'}")
-    for part in parts:
-        if time.monotonic() > end:
-            failed.append(f"{part.rows[0]}: time is up; run it again")
-            continue
-        cells, wrong = measure(part.make(*part.arguments), say)
-        again = part.identities()
-        record["cells"] = [
-            cell
-            for cell in record["cells"]
-            if {name: cell[name] for name in FIELDS} not in again
-        ]
-        date = timing.environment()["date"]
-        record["cells"] += [cell | {"date": date} for cell in cells]
-        failed += wrong
-        if path is not None:
-            timing.write(record, path)
-        timing.release()
-    if hopper and not record["code"]:
-        record["code"] = last_step.code_cells(compiled_with)
-    return record, failed
+    one.measure(left)
+    return one.result(tasks)

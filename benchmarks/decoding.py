@@ -15,13 +15,14 @@ keys, too.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention import flex_attention
 
 import flashlib
-from benchmarks import passes, speed, timing
+from benchmarks import passes, runs, speed, timing
 from flashlib.reference import decoding as reference
 from flashlib.testing import assert_within_budget
 
@@ -48,10 +49,6 @@ class Job(NamedTuple):
     B: int
     T: int
     page: int = 0
-
-    def __str__(self):
-        cache = f"pages of {self.page}" if self.page else "contiguous"
-        return f"{self.method}, B = {self.B}, T = {self.T}, {cache}"
 
     @property
     def bytes(self):
@@ -159,24 +156,25 @@ def measure(jobs):
     return list(cells.values())
 
 
-def run(quick, say):
-    """(record as a dict, lines that say what of ours is wrong or failed)."""
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what of ours has failed and what is left): see
+    benchmarks/runs.py.
+    """
     dtype = str(timing.DTYPE).removeprefix("torch.")
     grid = {"H": H, "H_kv": H_KV, "T_q": 1, "d": D, "dtype": dtype}
-    record = {
+    fresh = {
         "pass": "decoding",
         **timing.environment(),
         "timing": TIMING,
-        "ceilings": timing.ceilings(),
+        "ceilings": None,
         "grid": {**grid, "rounds": timing.ROUNDS},
-        "cells": [],
     }
-    failures = []
-    for jobs in plan(quick):
-        cells = measure(jobs)
-        record["cells"] += cells
-        for job, cell in zip(jobs, cells, strict=True):
-            say(f"{job}: {cell.get('us', cell.get('error'))} us")
-            if job.method == OURS and "error" in cell:
-                failures.append(f"{job}: {cell['error']}")
-    return record, failures
+    one = runs.Run(fresh, say, path, end)
+    tasks = [
+        runs.Task(
+            "cells", [x.identity() for x in jobs], functools.partial(measure, jobs)
+        )
+        for jobs in plan(quick)
+    ]
+    one.measure(one.left(tasks))
+    return one.result(tasks)

@@ -16,14 +16,13 @@ import math
 import multiprocessing
 import os
 import statistics
-import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
 
 import flashlib.fp8
-from benchmarks import timing
+from benchmarks import runs, timing
 from flashlib.kvcache import in_eight_bits
 from flashlib.reference import fp8 as reference
 from flashlib.reference import standard
@@ -243,8 +242,31 @@ def compile_all(quick):
             found.exception()  # a failure shows again where it is measured
 
 
-def started(path):
-    """The record without a cell, or as far as an earlier run has come."""
+def tasks(quick):
+    """What is measured together, the shapes of the bars first."""
+    found = []
+    for jobs in plan(quick):
+        action = functools.partial(measure, jobs)
+        found.append(runs.Task("cells", [job.identity() for job in jobs], action))
+    widths = sorted({jobs[0].d for jobs in plan(quick)})
+    recipes = "bfloat16", "one scale per tensor", *RECIPES
+    for name in list(INPUTS)[:1] if quick else INPUTS:
+        for d in widths:
+            names = [{"recipe": x, "inputs": name, "d": d} for x in recipes]
+            action = functools.partial(measure_errors, name, d)
+            found.append(runs.Task("errors", names, action))
+    dtypes = str(timing.DTYPE).removeprefix("torch."), "float8_e4m3fn"
+    for page in PAGES:
+        names = [{"cache": x, "page": page} for x in dtypes]
+        action = functools.partial(measure_caches, page)
+        found.append(runs.Task("caches", names, action))
+    return found
+
+
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what is left): see benchmarks/runs.py. quick:
+    d = 128 and one kind of inputs.
+    """
     fresh = {
         "pass": "fp8",
         **timing.environment(),
@@ -252,58 +274,10 @@ def started(path):
         "flop_rule": FLOP_RULE,
         "grid": {"tokens": TOKENS, "width": WIDTH, "rows": ROWS, "keys": LENGTH},
         "decoding": CACHE,
-        "cells": [], "errors": [], "caches": [],
-    }  # fmt: skip
-    return timing.left(fresh, path, ("gpu", "versions", "timing", "grid")) or fresh
-
-
-def tasks(quick):
-    """[(part, what its cells have in common, how they are measured, their number)]: the
-    shapes of the bars first.
-    """
-    found = []
-    for jobs in plan(quick):
-        key = {"d": jobs[0].d, "causal": jobs[0].causal, "T": jobs[0].T}
-        found.append(("cells", key, functools.partial(measure, jobs), len(jobs)))
-    widths = sorted({jobs[0].d for jobs in plan(quick)})
-    for name in list(INPUTS)[:1] if quick else INPUTS:
-        for d in widths:
-            action = functools.partial(measure_errors, name, d)
-            key = {"inputs": name, "d": d}
-            found.append(("errors", key, action, 2 + len(RECIPES)))
-    for page in PAGES:
-        action = functools.partial(measure_caches, page)
-        found.append(("caches", {"page": page}, action, 2))
-    return found
-
-
-def run(quick, say, path=None, end=math.inf):
-    """(record as a dict, lines that say what is left). quick: d = 128 and one kind of
-    inputs. With a path, a record that is there is continued, and it is written after
-    each task; none is begun when time.monotonic() is beyond end.
-    """
-    record, left = started(path), []
-    waiting = []
-    for part, key, action, count in tasks(quick):
-        held = [cell for cell in record[part] if key.items() <= cell.items()]
-        if len(held) != count:
-            record[part] = [cell for cell in record[part] if cell not in held]
-            waiting.append((part, key, action))
-    if waiting:
+    }
+    one, work = runs.Run(fresh, say, path, end), tasks(quick)
+    if left := one.left(work):
         say("fp8: compiling on all cores")
         compile_all(quick)
-    for part, key, action in waiting:
-        if time.monotonic() > end:
-            left.append(f"time is up at {part}, {key}; run it again")
-            break
-        cells = action()
-        record[part] += cells
-        names = {"cells": "tflops", "errors": "rms", "caches": "us"}
-        said = ", ".join(
-            f"{next(iter(cell.values()))} {cell[names[part]]}" for cell in cells
-        )
-        say(f"{key}, {names[part]}: {said}")
-        if path is not None:
-            timing.write(record, path)
-        timing.release()
-    return record, left
+    one.measure(left)
+    return one.result(work)

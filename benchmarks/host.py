@@ -23,10 +23,11 @@ import torch
 from torch.nn import functional
 
 import flashlib
-from benchmarks import passes, timing
+from benchmarks import passes, runs, timing
 from flashlib.kvcache import PagedKVCache
 
 METHODS = ("flash2", "hopper", "auto", *passes.RIVALS)
+COMPILED = "flash2", "hopper"  # whose first call is timed
 LENGTHS = (256, 512, 1024, 2048)
 CALLS = 10  # that a CUDA graph holds
 # A call so short that the GPU waits for the host, and how often it is timed.
@@ -61,7 +62,7 @@ print(json.dumps({"forward": forward - start, "backward": backward - forward}))
 """
 
 
-def first(T=1024, methods=("flash2", "hopper")):
+def first(T=1024, methods=COMPILED):
     """The cells of a process's first call: B = 1, H = 8, d = 128. Triton's cache is
     empty (cold), or a process before has filled it (warm).
     """
@@ -202,39 +203,39 @@ def shapes(quick=False):
     return [shape for T in lengths for shape in passes.ladder(d, (T,))]
 
 
-def cells(shapes, methods=TIMED):
-    """Eager and graph, forward and backward, of every method on every shape."""
-    found = []
-    for shape in shapes:
-        jobs = {}
-        for method in methods:
-            for direction in (passes.FORWARD, passes.BACKWARD):
-                job = passes.Job(method, direction, "contiguous")
-                inputs = shape.inputs(job.layout)
-                make = functools.partial(passes.make_call, job, shape, inputs)
+def jobs(methods=TIMED):
+    """The jobs of a shape: every method, forward and backward."""
+    pairs = itertools.product(methods, (passes.FORWARD, passes.BACKWARD))
+    return [passes.Job(*pair, "contiguous") for pair in pairs]
 
-                def several(make=make):
-                    call = make()
-                    return lambda: [call() for _ in range(CALLS)]
 
-                with passes.pinned(method):
-                    jobs[job, "eager"], jobs[job, "graph"] = several(), None
-                    graph, reason = timing.attempt(timing.captured, several)
-                    jobs[job, "graph"] = graph
-                    if reason:
-                        print(shape, job, reason)
-        jobs = {key: call for key, call in jobs.items() if call is not None}
-        times = {}
-        for (job, mode), call in timing.rounds(jobs):
-            with passes.pinned(job.method):
-                ms = event_ms(call, 20) / CALLS
-            times.setdefault((job, mode), []).append(timing.digits(ms))
-        for (job, mode), round_ms in times.items():
-            ms = statistics.median(round_ms)
-            cell = job.identity(shape) | {"mode": mode, "round_ms": round_ms, "ms": ms}
-            cell["tflops"] = timing.digits(shape.flops(job.direction) / ms / 1e9)
-            found.append(cell)
-        timing.release()
+def cells(shape, methods=TIMED):
+    """Eager calls and graphs of a shape's jobs."""
+    calls, found = {}, []
+    for job in jobs(methods):
+        make = functools.partial(passes.make_call, job, shape, shape.inputs(job.layout))
+
+        def several(make=make):
+            call = make()
+            return lambda: [call() for _ in range(CALLS)]
+
+        with passes.pinned(job.method):
+            calls[job, "eager"] = several()
+            graph, reason = timing.attempt(timing.captured, several)
+        if reason is None:
+            calls[job, "graph"] = graph
+        else:
+            found.append(job.identity(shape) | {"mode": "graph", "error": reason})
+    times = {}
+    for (job, mode), call in timing.rounds(calls):
+        with passes.pinned(job.method):
+            ms = event_ms(call, 20) / CALLS
+        times.setdefault((job, mode), []).append(timing.digits(ms))
+    for (job, mode), round_ms in times.items():
+        ms = statistics.median(round_ms)
+        cell = job.identity(shape) | {"mode": mode, "round_ms": round_ms, "ms": ms}
+        cell["tflops"] = timing.digits(shape.flops(job.direction) / ms / 1e9)
+        found.append(cell)
     return found
 
 
@@ -326,40 +327,35 @@ def training(batch, mode, methods=TRAINED):
     return found
 
 
-def parts(quick):
-    """[(list of the record, what the part's cells have in common, function that
-    measures it)].
-    """
+def tasks(quick):
+    """What is measured together."""
+    pairs = itertools.product(COMPILED, ("cold", "warm"))
+    callers = "layer", "decode", "decode, pages", "decode, cache", *METHODS
     found = [
-        ("first", {}, first),
-        ("calls", {}, calls),
-        ("cells", {}, lambda: cells(shapes(quick))),
+        runs.Task("first", [{"method": m, "cache": x} for m, x in pairs], first),
+        runs.Task("calls", [{"method": m} for m in callers], calls),
     ]
+    for shape in shapes(quick):
+        names = [
+            job.identity(shape) | {"mode": mode}
+            for job in jobs()
+            for mode in ("eager", "graph")
+        ]
+        found.append(runs.Task("cells", names, functools.partial(cells, shape)))
     for batch, mode in itertools.product((8,) if quick else (8, 1), MODES):
-        measure = functools.partial(training, batch, mode)
-        found.append(("training", {"batch": batch, "mode": mode}, measure))
+        names = [{"method": m, "mode": mode, "batch": batch} for m in TRAINED]
+        action = functools.partial(training, batch, mode)
+        found.append(runs.Task("training", names, action))
     return found
 
 
 def run(quick, say, path=None, end=math.inf):
-    """(record as a dict, lines that say what is left). With a path, a record that is
-    there is continued by the parts that it lacks; no part is begun beyond end.
+    """(record as a dict, lines that say what of ours has failed and what is left): see
+    benchmarks/runs.py.
     """
-    record = {"pass": "host", **timing.environment(), "timing": TIMING}
-    record |= {"flop_rule": passes.FLOP_RULE, "call": SHORT}
-    record |= {name: [] for name, _, _ in parts(quick)}
-    record["grid"] = {"tokens": passes.TOKENS, "width": passes.WIDTH}
-    record, left = timing.resumed(record, path), []
-    for name, common, measure in parts(quick):
-        part = ", ".join([name, *map(str, common.values())])
-        if any(common.items() <= cell.items() for cell in record[name]):
-            continue
-        if time.monotonic() > end:
-            left.append(f"{part} is left; run it again")
-            continue
-        record[name] = record[name] + measure()
-        timing.release()
-        say(f"host: {part}")
-        if path is not None:
-            timing.write(record, path)
-    return record, left
+    grid = {"tokens": passes.TOKENS, "width": passes.WIDTH}
+    fresh = {"pass": "host", **timing.environment(), "timing": TIMING}
+    fresh |= {"flop_rule": passes.FLOP_RULE, "call": SHORT, "grid": grid}
+    one, work = runs.Run(fresh, say, path, end), tasks(quick)
+    one.measure(one.left(work))
+    return one.result(work)

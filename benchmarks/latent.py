@@ -10,14 +10,14 @@ operations take at the rate of a large matrix product, or the rows of the cache 
 rate of a large copy, whichever is longer, both rates of the same run.
 """
 
+import functools
 import math
-import time
 from typing import NamedTuple
 
 import torch
 
 import flashlib
-from benchmarks import decoding, fa4, passes, speed, timing
+from benchmarks import decoding, fa4, passes, runs, speed, timing
 from flashlib.testing import assert_within_budget
 
 D_C, D_R, D, D_V = 512, 64, 192, 128
@@ -60,9 +60,6 @@ class Job(NamedTuple):
     H: int
     B: int
     T: int
-
-    def __str__(self):
-        return f"{self.method}, H = {self.H}, B = {self.B}, T = {self.T}"
 
     @property
     def bytes(self):
@@ -197,8 +194,6 @@ def measure(jobs, ceilings):
     cells = {job: job.identity() for job in jobs}
     caches = [cache(jobs[0], seed) for seed in range(jobs[0].calls)]
     speed.time_steps(cells, caches, judge, attend)
-    del caches
-    timing.release()
     for job, cell in cells.items():
         if "us" in cell:
             compute, memory = job.roof_us(ceilings)
@@ -208,79 +203,29 @@ def measure(jobs, ceilings):
     return list(cells.values())
 
 
-def measure_expanded(pairs):
-    """The cells of one expanded shape."""
-    jobs, shape = [job for _, job in pairs], pairs[0][0]
-    reasons = {job: speed.reason_against(shape, job) for job in jobs}
-    absent = {job: reason for job, reason in reasons.items() if reason is not None}
-    cells = speed.measure(shape, jobs, absent)
-    timing.release()
-    return cells
-
-
-def identity(job):
-    """The fields that name a job's cell."""
-    if isinstance(job, Job):
-        return job.identity()
-    shape, job = job
-    return job.identity(shape)
-
-
-def started(path):
-    """The record without a cell, or as far as an earlier run has come. Raises
-    ValueError where the earlier run had another GPU or other versions.
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what of ours has failed and what is left): see
+    benchmarks/runs.py.
     """
+    if reason := fa4.missing():
+        say(f"latent: FA-4 is left out: {reason}")
     dtype = str(timing.DTYPE).removeprefix("torch.")
     grid = {"tokens": passes.TOKENS, "d": D, "d_v": D_V, "d_c": D_C, "d_r": D_R}
     fresh = {
         "pass": "latent", **timing.environment(), "flop_rule": FLOP_RULE,
         "timing": TIMING,
         "grid": {**grid, "page": PAGE, "dtype": dtype, "rounds": timing.ROUNDS},
+        "ceilings": None,
     }  # fmt: skip
-    parts = "pass", "gpu", "versions", "flop_rule", "timing", "grid"
-    return timing.left(fresh, path, parts) or fresh | {
-        "ceilings": timing.ceilings(),
-        "cells": [],
-        "absorbed": [],
-    }
-
-
-def run(quick, say, path=None, end=math.inf):
-    """(record as a dict, lines that say what of ours is wrong or failed). With a path
-    and an end, as speed.run.
-    """
-    if reason := fa4.missing():
-        say(f"latent: FA-4 is left out: {reason}")
-    record, failures = started(path), []
-
-    def kept(part, job):
-        wanted = identity(job).items()
-        return any(wanted <= cell.items() for cell in record[part])
-
-    left = [x for x in plan(quick) if not all(kept(x[0], job) for job in x[1])]
-    pairs = [pair for part, pairs in left if part == "cells" for pair in pairs]
-    speed.compile_all(Kernels([(x, job) for x, job in pairs if job.method == "auto"]))
-    for n, (part, jobs) in enumerate(left):
-        if time.monotonic() > end:
-            failures.append(
-                f"time is up, {len(left) - n} shapes are left; run it again"
-            )
-            break
-        names = [identity(job).items() for job in jobs]
-        record[part] = [
-            cell for cell in record[part] if not any(x <= cell.items() for x in names)
-        ]
+    one, tasks, ours = runs.Run(fresh, say, path, end), [], []
+    for part, jobs in plan(quick):
         if part == "cells":
-            value, cells = "tflops", measure_expanded(jobs)
+            tasks.append(speed.timed(jobs[0][0], [job for _, job in jobs]))
+            ours += [pair for pair in jobs if pair[1].method == "auto"]
         else:
-            value, cells = "us", measure(jobs, record["ceilings"])
-        record[part] += cells
-        if path is not None:
-            timing.write(record, path)
-        for job, cell in zip(jobs, cells, strict=True):
-            text = str(job) if part == "absorbed" else f"{job[1]}, {job[0]}"
-            say(f"{text}: {cell.get(value, cell.get('error'))} {value}")
-            ours = cell["method"] not in passes.OTHERS
-            if ours and "error" in cell:
-                failures.append(f"{text}: {cell['error']}")
-    return record, failures
+            action = functools.partial(measure, jobs, one.record["ceilings"])
+            tasks.append(runs.Task(part, [job.identity() for job in jobs], action))
+    if left := one.left(tasks):
+        speed.compile_all(Kernels(ours))
+    one.measure(left)
+    return one.result(tasks)

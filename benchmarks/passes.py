@@ -54,7 +54,10 @@ RIVALS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-OTHERS = (*RIVALS, *fa3.METHODS, *fa4.METHODS)  # kernels that are not ours
+FLEX = "flex", "flex-built"
+TORCH = {"torch-all-gather": "allgather", "torch-ring": "alltoall"}  # context_parallel
+# Kernels that are not ours.
+OTHERS = (*RIVALS, *FLEX, *TORCH, *fa3.METHODS, *fa4.METHODS)
 
 
 class Shape(NamedTuple):
@@ -67,12 +70,6 @@ class Shape(NamedTuple):
     causal: bool
     group: int = 1  # heads of queries that share a head of keys
     window: int = 0  # keys that a query of a causal mask sees, or 0: all up to its own
-
-    def __str__(self):
-        mask = "causal" if self.causal else "full"
-        mask += f", window {self.window}" if self.window else ""
-        heads = f"{self.H} / {self.group}" if self.group > 1 else self.H
-        return f"d = {self.d}, {mask}, B = {self.B}, H = {heads}, T = {self.T}"
 
     def flops(self, direction):
         full = WORK[direction] * 4 * self.B * self.H * self.T**2 * self.d
@@ -103,9 +100,6 @@ class Job(NamedTuple):
     method: str
     direction: str
     layout: str
-
-    def __str__(self):
-        return f"{self.method}, {self.direction}, {self.layout}"
 
     def identity(self, shape):
         """The fields of a record's cell that name it."""

@@ -20,10 +20,12 @@ sums: Khattak and Mikaitis (2025); DeepSeek-AI, "DeepSeek-V3" (2024), section 3.
 """
 
 import functools
+import itertools
+import math
 
 import torch
 
-from benchmarks import timing
+from benchmarks import runs, timing
 
 DTYPES = (torch.float8_e4m3fn, torch.float16, torch.bfloat16)
 BIG = 12  # exponent
@@ -131,16 +133,25 @@ def sums(dtype, n, blocks):
     }
 
 
-def run(quick, say):
-    """(record as a dict, []). quick: one length."""
-    cells = [probe(dtype) for dtype in DTYPES]
-    for cell in cells:
-        say(", ".join(f"{name} {value}" for name, value in cell.items()))
-    found = []
-    for dtype in DTYPES:
-        for n in LENGTHS[:1] if quick else LENGTHS:
-            found += [sums(dtype, n, blocks) for blocks in (n, BLOCK)]
-            say(", ".join(f"{name} {value}" for name, value in found[-2].items()))
+def both_sums(dtype, n):
+    """The cells of sums in one level and in two."""
+    return [sums(dtype, n, blocks) for blocks in (n, BLOCK)]
+
+
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what is left): see benchmarks/runs.py. quick:
+    one length.
+    """
     about = "one product on tensor cores for each question: see benchmarks/probes.py"
-    record = {"pass": "probes", **timing.environment(), "timing": about}
-    return record | {"cells": cells, "sums": found}, []
+    fresh = {"pass": "probes", **timing.environment(), "timing": about}
+    one = runs.Run(fresh, say, path, end)
+    names = {x: {"dtype": str(x).removeprefix("torch.")} for x in DTYPES}
+    tasks = [
+        runs.Task("cells", [name], lambda x=dtype: [probe(x)])
+        for dtype, name in names.items()
+    ]
+    for dtype, n in itertools.product(DTYPES, LENGTHS[:1] if quick else LENGTHS):
+        action = functools.partial(both_sums, dtype, n)
+        tasks.append(runs.Task("sums", [names[dtype] | {"n": n}], action))
+    one.measure(one.left(tasks))
+    return one.result(tasks)

@@ -52,7 +52,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashlib
-from benchmarks import passes, timing
+from benchmarks import passes, runs, timing
 from flashlib import copies, ranks, ring_passes
 from flashlib.reference import ring as reference
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
@@ -71,7 +71,7 @@ WORK = {  # what a GPU does, by a part of the name that the profiler gives it
     "barrier_kernel": "barrier", "nccl": "message", "PtoP": "copy",
 }  # fmt: skip
 SINGLE = "single", "sdpa-cudnn"  # the whole sequence on each GPU, without a group
-TORCH = {"torch-all-gather": "allgather", "torch-ring": "alltoall"}
+TORCH = passes.TORCH
 RINGS = "ring", "ring-steps", "ring-launch"
 GRAPHS = {"ring-graph": "ring-launch", "ulysses-graph": "ulysses"}
 METHODS = (*RINGS, "ulysses", "all-gather", *TORCH, *SINGLE)
@@ -486,72 +486,59 @@ def draw(method):
 # -- the record
 
 
-def started(path):
-    """The record without a cell, or as far as earlier calls have come.
-
-    Raises ValueError where they had another GPU or other versions.
-    """
-    fresh = {"pass": "ring", **timing.environment(), "timing": TIMING}
-    fresh |= {"flop_rule": passes.FLOP_RULE, "cells": [], "timelines": []}
-    return timing.left(fresh, path, ("gpu", "versions", "timing")) or fresh
-
-
 def run(path, end, say):
     """Measure what the record at path lacks, one shape at least, until time.monotonic()
-    is beyond end; returns whether all is measured.
+    is beyond end; returns lines that say what of ours has failed and what is left.
+
+    Raises ValueError where earlier calls had another GPU or other versions.
     """
-    record = [started(path) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(record)
-    (record,) = record
+    fresh = {"pass": "ring", **timing.environment(), "timing": TIMING}
+    fresh |= {"flop_rule": passes.FLOP_RULE, "timelines": []}
+    # One rank reads the file and writes it.
+    one = runs.Run(fresh, say, path if dist.get_rank() == 0 else None)
+    shared = [one.record]
+    dist.broadcast_object_list(shared)
+    (one.record,) = shared
     doing = [""]
 
     def tell(text):
         doing[0] = text
         say(text)
 
-    def keep(cells):
-        record["cells"] += cells
-        if dist.get_rank() == 0:
-            timing.write(record, path)
-
-    def give_up(shape):
+    def give_up(task):
         """End a rank whose shape takes too long."""
-        reason = f"not done after {LIMIT_S:g} s, at the end: {doing[0]}"
+        reason = f"{runs.TOO_LONG} {LIMIT_S:g} s, at the end: {doing[0]}"
         print(reason, file=sys.stderr, flush=True)
         if dist.get_rank() == 0:
-            keep([shape.identity(x) | {"error": reason} for x in shape.methods])
+            one.keep(task, [name | {"error": reason} for name in task.names])
         else:
             time.sleep(3)  # torchrun ends all ranks with the first
         os._exit(1)
 
-    begun = False
+    tasks = []
     for shape in plan():
-        wanted = shape.identity(shape.methods[0]).items()
-        if any(wanted <= cell.items() for cell in record["cells"]):
-            continue
-        if begun and slowest(time.monotonic() > end):
-            tell(f"time is up before {shape}")
-            return False
-        begun = True
-        limit = threading.Timer(LIMIT_S, give_up, [shape])
+        names = [shape.identity(method) for method in shape.methods]
+        tasks.append(runs.Task("cells", names, functools.partial(measure, shape, tell)))
+    for number, task in enumerate(one.left(tasks)):
+        if number and slowest(time.monotonic() > end):
+            return one.result(tasks)[1]
+        limit = threading.Timer(LIMIT_S, give_up, [task])
         limit.daemon = True
         limit.start()
-        cells = measure(shape, tell)
+        cells = task.measure()
         limit.cancel()
-        keep(cells)
-        for cell in cells:
-            found = cell.get("tflops", cell.get("error"))
-            say(f"{shape}, tflops per GPU: {cell['method']} {found}")
+        one.keep(task, cells)
         if timing.DEVICE == "cuda":
             timing.release()
     size = dist.get_world_size()
-    drawn = [x["method"] for x in record["timelines"] if x["ranks"] == size]
+    drawn = [x["method"] for x in one.record["timelines"] if x["ranks"] == size]
     for method in ("ring", "ring-launch"):
         if timing.DEVICE == "cuda" and size > 1 and method not in drawn:
             say(f"drawing {method}")
-            record["timelines"].append(draw(method))
-            keep([])
-    return True
+            one.record["timelines"].append(draw(method))
+            if one.path is not None:
+                timing.write(one.record, one.path)
+    return one.failures
 
 
 def main(arguments=None):
@@ -572,10 +559,10 @@ def main(arguments=None):
         if dist.get_rank() == 0:
             print(f"[{time.monotonic() - start:4.0f} s] {text}", flush=True)
 
-    whole = run(args.path, start + args.seconds, say)
+    failures = run(args.path, start + args.seconds, say)
     dist.destroy_process_group()
-    if not whole:
-        sys.exit("benchmarks.ring: time is up, call it again")
+    if failures:
+        sys.exit("benchmarks.ring: these were not timed:\n  " + "\n  ".join(failures))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 import flashlib
-from benchmarks import fa4, passes, timing
+from benchmarks import fa4, passes, runs, timing
 from flashlib import masks, testing
 from flashlib.block_lists import BlockLists
 
@@ -33,7 +33,7 @@ JUDGED = 2048  # the shortest sequence with the tiles of LENGTH
 REACHES = {"window": 1024, "prefix": 1024, "sinks-window": 128}
 DOCUMENTS, CAP = 8, 30.0
 DIRECTIONS = passes.FORWARD, passes.BACKWARD
-FLEX = "flex", "flex-built"
+FLEX = passes.FLEX
 RIVALS = *FLEX, *fa4.METHODS
 # {variant: methods that are ours}: those whose mask can be a function have lists.
 VARIANTS = {
@@ -416,60 +416,31 @@ def plan(quick=False):
     ]
 
 
-def started(path):
-    """The record without a cell, or as far as an earlier run has come."""
-    grid = {"tokens": BATCH * LENGTH, "width": WIDTH, "rounds": timing.ROUNDS}
-    fresh = {"pass": "scores", **timing.environment(), "flop_rule": RULE}
-    fresh |= {"timing": TIMING, "grid": grid}
-    parts = "gpu", "versions", "flop_rule", "timing"
-    return timing.left(fresh, path, parts) or fresh | {"cells": []}
+def task(problem, methods, action=None):
+    """The cells of a problem; action is what ``prepared`` has for it."""
+    names = [problem.identity(m, way) for m in methods for way in DIRECTIONS]
+    return runs.Task("cells", names, action)
 
 
 def run(quick, say, path=None, end=math.inf):
-    """(record as a dict, lines that say what of ours is wrong or failed). With a path,
-    a record that is there is continued; no problem is begun beyond end.
+    """(record as a dict, lines that say what of ours has failed and what is left): see
+    benchmarks/runs.py.
     """
-    record, failures = started(path), []
-
-    def kept(problem, methods):
-        wanted = [
-            problem.identity(m, way).items() for m in methods for way in DIRECTIONS
-        ]
-        return [c for w in wanted for c in record["cells"] if w <= c.items()]
-
-    work = [x for x in plan(quick) if len(kept(*x)) < len(x[1]) * len(DIRECTIONS)]
-
-    def keep(problem, methods, cells):
-        old = kept(problem, methods)
-        record["cells"] = [cell for cell in record["cells"] if cell not in old]
-        record["cells"] += cells
-        if path is not None:
-            timing.write(record, path)
-        failures.extend(
-            f"{problem.variant}, d = {problem.d}, {cell['method']}: {cell['error']}"
-            for cell in cells
-            if "error" in cell and cell["method"] not in RIVALS
-        )
-        found = (
-            f"{c['method']} {c['direction']} {c.get('tflops', c.get('error'))}"
-            for c in cells
-        )
-        say(f"{problem.variant}, d = {problem.d}: {', '.join(found)}")
-
-    left = len(work)
-    for place in range(0, len(work), TOGETHER):
-        if time.monotonic() > end:
-            break
-        some = work[place : place + TOGETHER]
-        say(f"scores: {left} problems are left; compiling for {len(some)}")
+    grid = {"tokens": BATCH * LENGTH, "width": WIDTH, "rounds": timing.ROUNDS}
+    fresh = {"pass": "scores", **timing.environment(), "flop_rule": RULE}
+    fresh |= {"timing": TIMING, "grid": grid}
+    one, work = runs.Run(fresh, say, path, end), plan(quick)
+    left = [x for x in work if one.left([task(*x)])]
+    for place in range(0, len(left), TOGETHER):
         now = time.monotonic()
+        if now > end:
+            break
+        some = left[place : place + TOGETHER]
+        say(f"scores: {len(left) - place} problems are left; compiling {len(some)}")
         with prepared(some, now + SHARE * (end - now)) as actions:
-            for (problem, methods), action in zip(some, actions, strict=True):
+            for x, action in zip(some, actions, strict=True):
                 if action is None:
-                    failures.append(f"{problem} was not prepared")
-                elif time.monotonic() <= end:
-                    keep(problem, methods, action())
-                    left -= 1
-    if left:
-        failures.append(f"{left} problems are left; run it again")
-    return record, failures
+                    one.failures.append(f"{x[0]} was not prepared")
+                else:
+                    one.measure([task(*x, action)])
+    return one.result([task(*x) for x in work])

@@ -11,10 +11,9 @@ import math
 import multiprocessing
 import os
 import statistics
-import time
 from concurrent.futures import ProcessPoolExecutor
 
-from benchmarks import passes, timing
+from benchmarks import passes, runs, timing
 
 SHORT_MS = 0.5  # below it, the host may be slower than the GPU
 WORKERS = min(16, os.cpu_count() or 1)
@@ -61,11 +60,6 @@ def reason_against(shape, job):
         _, reason = timing.attempt(passes.judge, job, shape)
     timing.release()
     return reason
-
-
-def is_failure(job, reason):
-    """Whether a reason for not timing a job is a fault of ours."""
-    return job.method not in passes.OTHERS and not reason.startswith("OutOfMemory")
 
 
 def time_jobs(makers, prepare):
@@ -161,6 +155,13 @@ def measure(shape, jobs, absent):
     return cells
 
 
+def measure_judged(shape, jobs):
+    """As ``measure``, of the jobs whose results are right."""
+    reasons = {job: reason_against(shape, job) for job in jobs}
+    absent = {job: reason for job, reason in reasons.items() if reason is not None}
+    return measure(shape, jobs, absent)
+
+
 def measure_memory(shape, job):
     """The memory cell of a job: the peak of extra memory, or why there is none."""
 
@@ -172,85 +173,35 @@ def measure_memory(shape, job):
     if reason is None:
         with passes.pinned(job.method):
             extra, reason = timing.attempt(measured)
-    timing.release()
     found = {"extra_bytes": extra} if reason is None else {"error": reason}
-    return job.identity(shape) | found
+    return [job.identity(shape) | found]
 
 
-def started(name, path):
-    """The record of a pass without a cell, or as far as an earlier run has come.
-
-    Raises ValueError where the earlier run had another GPU or other versions.
-    """
-    grid = {"tokens": passes.TOKENS, "width": passes.WIDTH, "rounds": timing.ROUNDS}
-    rule = passes.WINDOW_RULE if name == "fa3" else passes.FLOP_RULE
-    fresh = {"pass": name, **timing.environment(), "flop_rule": rule, "timing": TIMING}
-    parts = "pass", "gpu", "versions", "flop_rule", "timing"
-    return timing.left(fresh, path, parts) or fresh | {
-            "ceilings": timing.ceilings(), "grid": grid, "cells": [], "memory": [],
-        }  # fmt: skip
+def timed(shape, jobs):
+    """The task that times jobs of one shape."""
+    names = [job.identity(shape) for job in jobs]
+    return runs.Task("cells", names, functools.partial(measure_judged, shape, jobs))
 
 
 def run(name, quick, say, path=None, end=math.inf):
-    """Run a pass: (record as a dict, lines that say what of ours is wrong or
-    failed).
-
-    With a path, a record that is there is continued, and the record is written after
-    each shape. No shape is begun when time.monotonic() is beyond end.
+    """(record of a pass as a dict, lines that say what of ours has failed and what is
+    left): see benchmarks/runs.py.
     """
     item = passes.plan(quick)[name]
-    record, failures = started(name, path), []
-
-    def kept(part, shape, jobs):
-        """The cells of a shape that an earlier run has left."""
-        wanted = [job.identity(shape).items() for job in jobs]
-        return [c for w in wanted for c in record[part] if w <= c.items()]
-
-    def whole(part, shape, jobs, *rest):
-        return len(kept(part, shape, jobs)) == len(jobs)
-
-    def report(shape, job, cell, value):
-        if "error" in cell and is_failure(job, cell["error"]):
-            failures.append(f"{job}, {shape}: {cell['error']}")
-        return f"{job.method} {cell.get(value, cell.get('error'))}"
-
-    def timed(shape, jobs):
-        reasons = {job: reason_against(shape, job) for job in jobs}
-        absent = {job: reason for job, reason in reasons.items() if reason is not None}
-        cells = measure(shape, jobs, absent)
-        timing.release()
-        return cells
-
-    def extra(shape, jobs):
-        return [measure_memory(shape, *jobs)]
-
-    work = [
-        ("cells", shape, jobs, timed, "tflops")
-        for (shape, _), jobs in item.groups().items()
-    ] + [
-        ("memory", shape, [job], extra, "extra_bytes")
-        for shape, job in item.memory_jobs()
-    ]
-    left = [x for x in work if not whole(*x)]
-    if left:
-        done = f"{len(work) - len(left)} of {len(work)} shapes are measured"
-        say(f"{name}: {done}; compiling on {WORKERS} cores")
+    grid = {"tokens": passes.TOKENS, "width": passes.WIDTH, "rounds": timing.ROUNDS}
+    rule = passes.WINDOW_RULE if name == "fa3" else passes.FLOP_RULE
+    fresh = {"pass": name, **timing.environment(), "flop_rule": rule, "timing": TIMING}
+    fresh |= {"ceilings": None, "grid": grid}
+    one = runs.Run(fresh, say, path, end)
+    tasks = [timed(shape, jobs) for (shape, _), jobs in item.groups().items()]
+    for shape, job in item.memory_jobs():
+        measured = functools.partial(measure_memory, shape, job)
+        tasks.append(runs.Task("memory", [job.identity(shape)], measured))
+    if left := one.left(tasks):
+        text = (
+            f"{len(left)} of {len(tasks)} tasks are left; compiling on {WORKERS} cores"
+        )
+        say(f"{name}: {text}")
         compile_all(item)
-    for part, shape, jobs, take, value in work:
-        cells = kept(part, shape, jobs)
-        if len(cells) < len(jobs):
-            if time.monotonic() > end:
-                failures.append(
-                    f"time is up, {len(left)} shapes are left; run it again"
-                )
-                break
-            record[part] = [cell for cell in record[part] if cell not in cells]
-            cells = take(shape, jobs)
-            record[part] += cells
-            left.pop(0)
-            if path is not None:
-                timing.write(record, path)
-        pairs = zip(jobs, cells, strict=True)
-        found = ", ".join(report(shape, job, cell, value) for job, cell in pairs)
-        say(f"{jobs[0].direction}, {shape}, {value}: {found}")
-    return record, failures
+    one.measure(left)
+    return one.result(tasks)

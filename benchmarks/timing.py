@@ -188,56 +188,6 @@ def environment():
     }
 
 
-def continued(earlier, fresh):
-    """The record of an earlier run, to which this one adds cells. If it was made at
-    another commit, each of its cells gets that commit, and the date.
-    """
-    if earlier["commit"] == fresh["commit"]:
-        return earlier
-    said = {name: earlier[name] for name in ("date", "commit")}
-    parts = {
-        name: [x | said | x if isinstance(x, dict) else x for x in value]
-        for name, value in earlier.items()
-        if isinstance(value, list)
-    }
-    return earlier | parts | {name: fresh[name] for name in said}
-
-
-def left(fresh, path, parts):
-    """The record as far as an earlier run at this path has come, None without one.
-
-    Raises ValueError where these parts of it are not those of a fresh record.
-    """
-    if path is None or not path.is_file():
-        return None
-    earlier = json.loads(path.read_text("utf-8"))
-    for part in parts:
-        if earlier[part] != fresh[part]:
-            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
-            raise ValueError(f"{path.name}: {got}; remove it to start anew")
-    return continued(earlier, fresh)
-
-
-def resumed(fresh, path):
-    """The record of an earlier run at this path, without the cells that have an error;
-    fresh, a record without cells, where there is none.
-
-    Raises ValueError where the earlier run had another GPU or other versions.
-    """
-    if path is None or not path.is_file():
-        return fresh
-    earlier = json.loads(path.read_text("utf-8"))
-    for name, got, expected in (
-        ("gpu", earlier["gpu"]["name"], fresh["gpu"]["name"]),
-        ("versions", earlier["versions"], fresh["versions"]),
-    ):
-        if got != expected:
-            text = f"expected {name} {expected}, got {got}; remove it to start anew"
-            raise ValueError(f"{path.name}: {text}")
-    cells = [cell for cell in earlier["cells"] if "error" not in cell]
-    return fresh | continued(earlier | {"cells": cells}, fresh)
-
-
 LISTS = "cells", "memory", "absorbed", "errors", "caches", "sums", "code", "timelines"
 
 

@@ -20,13 +20,12 @@ import pathlib
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import timing
+from benchmarks import runs, timing
 from flashlib import plans, score_mods
 
 LONG = 16384
@@ -437,30 +436,26 @@ def traced_apart(case):
     return cell, error
 
 
-def run(quick, say, path=None, end=math.inf):
-    """(the record, lines that say what failed).
+def measure(case):
+    """The cell of a case, as a list."""
+    cell, error = traced_apart(case)
+    return [case.identity() | {"error": error} if error else cell]
 
-    With a path, a record that is there is continued, and the record is written after
-    each case. No case is begun when time.monotonic() is beyond end.
+
+def run(quick, say, path=None, end=math.inf):
+    """(the record, lines that say what has failed and what is left): see
+    benchmarks/runs.py.
     """
-    fresh = {"pass": "traces", **timing.environment(), "timing": TIMING, "cells": []}
-    record, failed = timing.resumed(fresh, path), []
-    for case in CASES[:1] if quick else CASES:
-        identity = case.identity()
-        if any(identity.items() <= cell.items() for cell in record["cells"]):
-            continue
-        if time.monotonic() > end:
-            failed.append(f"{case}: time is up; run it again")
-            record["cells"].append(identity | {"error": "not traced: time was up"})
-            continue
-        cell, error = traced_apart(case)
-        if error:
-            failed.append(f"{case}: {error}")
-            cell = identity | {"error": error}
-        elif not cell["equal"]:
-            failed.append(f"{case}: the trace changed the results")
-        record["cells"].append(cell)
-        say(f"{case}: {error or cell['clocks']}")
-        if path is not None:
-            timing.write(record, path)
-    return record, failed
+    fresh = {"pass": "traces", **timing.environment(), "timing": TIMING}
+    one = runs.Run(fresh, say, path, end)
+    tasks = [
+        runs.Task("cells", [case.identity()], functools.partial(measure, case))
+        for case in (CASES[:1] if quick else CASES)
+    ]
+    one.measure(one.left(tasks))
+    record, failures = one.result(tasks)
+    for cell in record["cells"]:
+        if not cell.get("equal", True):
+            text = "{method}, {direction}, d = {d}: the trace changed the results"
+            failures.append(text.format(**cell))
+    return record, failures

@@ -116,11 +116,11 @@ def test_a_run_continues_a_record(monkeypatch, tmp_path):
     ]
     wrong, compiled = [1], []
 
-    def measure(n, say):
+    def measure(n):
         cell = dict(zip(ablations.FIELDS, parts[n - 1].rows[0], strict=True))
         if n in wrong:
-            return [cell | {"error": "wrong result"}], [f"{n}: wrong result"]
-        return [cell | {"us": 2.0, "graph_us": [2.0] * 3}], []
+            return [cell | {"error": "wrong result"}]
+        return [cell | {"us": 2.0, "graph_us": [2.0] * 3}]
 
     about = {"gpu": {"name": "a GPU"}, "versions": {"triton": "0"}}
     about |= {"date": "today", "commit": "1234567"}
@@ -133,11 +133,12 @@ def test_a_run_continues_a_record(monkeypatch, tmp_path):
     monkeypatch.setattr(ablations.torch.cuda, "get_device_capability", lambda: (8, 0))
     path = tmp_path / "ablations.json"
     record, failed = ablations.run(False, lambda text: None, path)
-    assert failed == ["1: wrong result"] and compiled == [parts]
+    line = "loops, swapped, B = 1, T = 1, d = 64: wrong result"
+    assert failed == [line] and compiled == [parts]
     records.Record("ablations", record)
     assert json.loads(path.read_text()) == record
     late, failed = ablations.run(False, lambda text: None, path, end=0.0)
-    assert len(late["cells"]) == 1 and "time is up" in failed[0]
+    assert len(late["cells"]) == 1 and "1 of 2 tasks are left" in failed[0]
     wrong.clear()
     record, failed = ablations.run(False, lambda text: None, path)
     assert not failed and [x["T"] for x in record["cells"]] == [2, 1]

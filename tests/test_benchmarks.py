@@ -19,12 +19,12 @@ import flashlib.testing
 from benchmarks import __main__ as command
 from benchmarks import (
     decoding,
-    eight_bits,
     fa3,
     fa4,
     latent,
     passes,
     ring,
+    runs,
     scores,
     speed,
     timing,
@@ -216,8 +216,8 @@ def test_a_wrong_kernel_is_not_timed_and_the_others_are(
     item = passes.Pass((passes.Sweep((method, "standard"), shapes, direction),))
     monkeypatch.setattr(passes, "plan", lambda quick: {"steps": item})
     data, (failure,) = speed.run("steps", True, quiet)
-    job = passes.Job(method, direction, "contiguous")
-    assert failure.startswith(f"{job}, d = 16, full, B = 1, H = 2, T = 16: ")
+    name = f"{method}, {direction}, B = 1, H = 2, H_kv = 2, T_q = 16, T_k = 16, "
+    assert failure.startswith(f"{name}d = 16, causal = False, contiguous, bfloat16: ")
     (missed,) = [cell for cell in data["cells"] if "tflops" not in cell]
     assert (missed["method"], missed["T_q"]) == (method, 16)
     start = "wrong result: " if wrong == "value" else "RuntimeError: illegal"
@@ -422,7 +422,7 @@ def test_a_wrong_step_of_latent_attention_is_not_timed(narrow, monkeypatch):
     monkeypatch.setattr(latent, "attend", wrong)
     monkeypatch.setattr(latent, "expanded", lambda *x: [])
     data, (failure,) = latent.run(False, quiet)
-    assert failure.startswith("decode_latent, H = 4, B = 2, T = 32: wrong result: ")
+    assert failure.startswith("decode_latent, H = 4, B = 2, T_k = 32: wrong result: ")
     (cell,) = (c for c in data["absorbed"] if c["method"] == latent.OURS and c["H"] > 4)
     assert cell["us"] > 0
 
@@ -449,9 +449,9 @@ def test_on_hopper_a_step_of_latent_attention_is_timed_by_two_kernels(
 
 def test_a_run_of_latent_that_was_cut_off_is_continued(narrow, monkeypatch, tmp_path):
     path, clock = tmp_path / "latent.json", itertools.count()
-    monkeypatch.setattr(latent.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(clock))
     part, (failure,) = latent.run(False, quiet, path, end=4)
-    assert failure == "time is up, 5 shapes are left; run it again"
+    assert failure == "5 of 10 tasks are left; run it again"
     assert json.loads(path.read_text()) == part
     assert len(part["absorbed"]) == 3 and len(part["cells"]) == 8
     whole, failures = latent.run(False, quiet, path)
@@ -498,9 +498,9 @@ def three(monkeypatch):
 
 def test_a_run_that_was_cut_off_is_continued(three, monkeypatch, tmp_path):
     path, clock = tmp_path / "steps.json", itertools.count()
-    monkeypatch.setattr(speed.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(clock))
     part, (failure,) = speed.run("steps", False, quiet, path, end=1)
-    assert failure == "time is up, 2 shapes are left; run it again"
+    assert failure == "2 of 4 tasks are left; run it again"
     assert three == [8, 16] and json.loads(path.read_text()) == part
     whole, failures = speed.run("steps", False, quiet, path)
     assert three == [8, 16, 24] and failures == []
@@ -526,28 +526,95 @@ def test_half_a_shape_is_timed_again_and_another_machine_is_refused(three, tmp_p
         speed.run("steps", False, quiet, path)
 
 
-def test_cells_that_a_run_at_another_commit_left_say_so(monkeypatch, tmp_path):
-    cell, earlier, now = {"us": 1.0}, environment(), {"date": "2001", "commit": "new"}
-    for start in (
-        functools.partial(speed.started, "steps"), latent.started, scores.started,
-        eight_bits.started, ring.started,
-        lambda path: timing.resumed(timing.environment() | {"cells": []}, path),
-    ):  # fmt: skip
-        path = tmp_path / "record.json"
-        path.unlink(missing_ok=True)
-        timing.write(start(path) | {"cells": [cell]}, path)
-        assert start(path)["cells"] == [cell]
-        with monkeypatch.context() as patched:
-            patched.setattr(timing, "environment", lambda: earlier | now)
-            record = start(path)
-        assert now.items() <= record.items()
-        said = {name: earlier[name] for name in now}
-        assert record["cells"] == [cell | said]
-        timing.write(record, path)  # and after one more, still the first
-        assert start(path)["cells"] == [cell | said]
+def test_what_failed_is_measured_and_reported_again(tmp_path):
+    names = [{"method": x} for x in ("ours", "sdpa-cudnn", "large", "slow")]
+    errors = (
+        "wrong result",
+        "RuntimeError",
+        "OutOfMemoryError: no",
+        "not done after 9 s",
+    )
+    fields = dict.fromkeys(records.KINDS["forward"]["cells"].fields, 1)
+    cells = [
+        fields | name | {"error": error}
+        for name, error in zip(names, errors, strict=True)
+    ]
+    fresh, path = environment() | {"pass": "forward"}, tmp_path / "a.json"
+    tasks = [
+        runs.Task("cells", [x], lambda c=c: [c])
+        for x, c in zip(names, cells, strict=True)
+    ]
+    for count in (4, 1):
+        said = []
+        one = runs.Run(fresh, said.append, path)
+        one.measure(one.left(tasks))
+        data, (failure,) = one.result(tasks)
+        assert len(said) == count and failure == said[0]
+        assert failure.startswith("ours, ") and failure.endswith("wrong result")
+        assert sorted(map(str, data["cells"])) == sorted(map(str, cells))
+    cells[0].pop("error")
+    cells[0]["tflops"] = 2.0
+    one = runs.Run(fresh, quiet, path)
+    assert [task.names for task in one.left(tasks)] == [names[:1]]
+    one.measure(one.left(tasks))
+    assert one.result(tasks)[1] == []
 
 
-# -- decoding
+RUNS = {name: run for name, run in command.PASSES.items() if name not in command.WHOLE}
+
+
+@pytest.mark.parametrize("name", [x for x in RUNS if x in records.names()])
+def test_the_records_are_continued_as_they_are(name, monkeypatch, tmp_path):
+    """Those of earlier benchmarks, which measured otherwise, are refused."""
+    path, data = tmp_path / "record.json", records.load(name).data
+    about = {x: data[x] for x in ("gpu", "versions", "date", "commit")}
+    monkeypatch.setattr(timing, "environment", lambda: about)
+    for module in (fa3, fa4):
+        methods = {cell.get("method") for cell in data["cells"]}
+        missing = None if methods & {*module.METHODS} else "none"
+        monkeypatch.setattr(module, "missing", lambda missing=missing: missing)
+    monkeypatch.setattr(latent, "on_hopper", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(timing, "DTYPE", torch.bfloat16)
+    timing.write(data, path)
+    if name in ("forward", "backward", "steps", "decoding"):
+        with pytest.raises(
+            ValueError, match=r"record\.json: expected (flop_rule|timing)"
+        ):
+            RUNS[name](False, quiet, path, -math.inf)
+    else:
+        found, failures = RUNS[name](False, quiet, path, -math.inf)
+        assert failures == [] and found == data
+
+
+def test_the_record_of_the_ring_is_continued_as_it_is(monkeypatch, tmp_path):
+    data = records.load("ring").data
+    about = {x: data[x] for x in ("gpu", "versions", "date", "commit")}
+    monkeypatch.setattr(timing, "environment", lambda: about)
+    monkeypatch.setattr(timing, "DEVICE", "cuda")
+    monkeypatch.setattr(ring.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(ring.dist, "broadcast_object_list", lambda shared: None)
+    monkeypatch.setattr(ring, "measure", lambda *x: pytest.fail("measured again"))
+    monkeypatch.setattr(ring, "draw", lambda method: {"ranks": 0})
+    timing.write(data, path := tmp_path / "ring.json")
+    for size in (2, 4):
+        monkeypatch.setattr(ring.dist, "get_world_size", lambda size=size: size)
+        assert ring.run(path, math.inf, quiet) == []
+    assert json.loads(path.read_text())["cells"] == data["cells"]
+
+
+def test_cells_that_a_run_at_another_commit_left_say_so(tmp_path):
+    cell, earlier = {"us": 1.0}, environment() | {"pass": "decoding"}
+    now = {"date": "2001", "commit": "new"}
+    path = tmp_path / "record.json"
+    timing.write(earlier | {"cells": [cell]}, path)
+    assert runs.started(earlier, path)["cells"] == [cell]
+    record = runs.started(earlier | now, path)
+    assert now.items() <= record.items()
+    said = {name: earlier[name] for name in now}
+    assert record["cells"] == [cell | said]
+    timing.write(record, path)  # and after one more, still the first
+    assert runs.started(earlier, path)["cells"] == [cell | said]
 
 
 # -- scores
@@ -602,7 +669,8 @@ def test_scores_give_a_whole_record(few_scores, tmp_path):
     path = tmp_path / "scores.json"
     data, failures = scores.run(True, quiet, path, end=-math.inf)
     assert data["cells"] == []
-    assert f"{len(few_scores)} problems are left" in failures[0]
+    count = len(few_scores)
+    assert failures == [f"{count} of {count} tasks are left; run it again"]
     data, failures = scores.run(True, quiet, path)
     assert failures == [] and not any("error" in cell for cell in data["cells"])
     record = records.Record("scores", data)
@@ -622,7 +690,7 @@ def test_a_problem_that_cannot_be_prepared_is_said(few_scores, monkeypatch):
     monkeypatch.setattr(scores, "plan", lambda quick: few_scores[:1])
     data, failures = scores.run(True, quiet)
     assert data["cells"] == [] and "was not prepared" in failures[0]
-    assert "1 problems are left" in failures[1]
+    assert "1 of 1 tasks are left" in failures[1]
 
 
 def test_fa4_is_a_contender_with_a_softcap_and_sinks(few_scores, monkeypatch):
@@ -672,6 +740,9 @@ def test_a_wrong_score_is_not_timed(few_scores, monkeypatch):
     assert errors()["auto"].startswith("wrong result")
 
 
+# -- decoding
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Four heads of 16, two calls a graph, and no compiler for FlexAttention."""
@@ -703,10 +774,12 @@ def test_a_wrong_step_of_decoding_is_not_timed(small, monkeypatch):
     monkeypatch.setattr(decoding, "attend", wrong)
     jobs = [decoding.Job("decode", 1, 64), decoding.Job("decode", 1, 64, 16)]
     monkeypatch.setattr(decoding, "plan", lambda quick: [jobs])
-    data, (failure,) = decoding.run(True, quiet)
+    said = []
+    data, (failure,) = decoding.run(True, said.append)
     whole, paged = data["cells"]
     assert "us" in whole and paged["error"].startswith("wrong result: o[")
-    assert failure.startswith("decode, B = 1, T = 64, pages of 16: wrong result")
+    assert failure.startswith("decode, B = 1, T_k = 64, page = 16: wrong result")
+    assert said[0].endswith(f": {whole['us']} us") and said[1] == failure
 
 
 # -- traffic
@@ -833,35 +906,39 @@ def test_the_command_continues_records(on_gpu, monkeypatch, tmp_path):
 
     monkeypatch.setitem(command.PASSES, "forward", run)
     monkeypatch.setattr(command.time, "monotonic", lambda: 1000.0)
-    command.main(["forward", "hbm", "--resume", "50", "--output", str(tmp_path)])
-    assert resumed == [(tmp_path / "forward.json", 1050.0)] and on_gpu == [
-        ("hbm", False)
-    ]
+    command.main(["forward", "--resume", "50", "--output", str(tmp_path)])
+    assert resumed == [(tmp_path / "forward.json", 1050.0)] and on_gpu == []
 
 
-def test_the_record_host_is_continued_by_parts(monkeypatch, tmp_path):
+def test_the_record_host_is_continued_by_tasks(monkeypatch, tmp_path):
     path, measured = tmp_path / "host.json", []
 
-    def part(name):
-        def measure(*common):
-            measured.append((name, *common))
-            return [dict(zip(("batch", "mode"), common, strict=False), name=name)]
+    def task(item):
+        def measure():
+            measured.append((item.part, item.names))
+            value = records.KINDS["host"][item.part].value
+            return [dict.fromkeys(CELL, "x") | name | {value: 1} for name in item.names]
 
-        return measure
+        return item._replace(measure=measure)
 
-    for name in ("first", "calls", "training"):
-        monkeypatch.setattr(calls, name, part(name))
-    monkeypatch.setattr(calls, "cells", lambda shapes: part("cells")())
-    now = iter((0.0, 0.0, 0.0, 0.0, *[9.0] * 5))
-    monkeypatch.setattr(calls.time, "monotonic", lambda: next(now, 0.0))
-    first, left = calls.run(False, print, path, 5.0)
-    assert measured == [("first",), ("calls",), ("cells",), ("training", 8, "eager")]
-    assert len(first["training"]) == 1 and len(left) == 5
-    assert left[0] == "training, 8, compiled is left; run it again"
-    whole, left = calls.run(False, print, path, 5.0)
-    assert len(measured) == len(set(measured)) == 9 and left == []
-    done = [(cell["batch"], cell["mode"]) for cell in whole["training"]]
-    assert done == [(batch, mode) for batch in (8, 1) for mode in calls.MODES]
+    CELL = dict.fromkeys(x for kind in records.KINDS["host"].values() for x in kind[0])
+    planned = calls.tasks
+    monkeypatch.setattr(calls, "tasks", lambda quick: [*map(task, planned(quick))])
+    clock = itertools.count()
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(clock))
+    first, (left,) = calls.run(False, quiet, path, 3)
+    count, few = len(planned(False)), len(planned(True))
+    assert len(measured) == 4 and not first["training"]
+    assert left == f"{count - 4} of {count} tasks are left; run it again"
+    whole, left = calls.run(False, quiet, path)
+    assert len(measured) == count and left == []
+    done = {(cell["batch"], cell["mode"]) for cell in whole["training"]}
+    assert done == {*itertools.product((8, 1), calls.MODES)}
+    path.unlink()
+    calls.run(True, quiet, path)
+    assert len(measured) == count + few
+    assert calls.run(False, quiet, path)[1] == []  # few shapes are not all shapes
+    assert len(measured) == 2 * count
 
 
 def test_hopper_is_left_out_on_other_gpus(on_gpu, monkeypatch, capsys):
@@ -910,6 +987,10 @@ def test_without_a_gpu_and_with_bad_arguments(monkeypatch, capsys, tmp_path):
     for arguments, message in [
         (["--output", str(tmp_path / "no")], "expected an existing folder"),
         (["--resume", "9"], "--resume: expected --output"),
+        (
+            ["hbm", "--resume", "9", "--output", str(tmp_path)],
+            "--resume: expected passes that can be continued",
+        ),
         (["sideways"], "pass: expected some of forward, .* got sideways"),
     ]:
         with pytest.raises(SystemExit):

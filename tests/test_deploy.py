@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 from built import ROOT
+from processes import make
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
@@ -109,6 +110,16 @@ def test_what_is_published_has_passed_the_tests(name):
     assert (jobs["build"]["needs"], jobs["publish"]["needs"]) == (needed, "build")
     assert jobs["build"]["container"] == "debian:12"  # as in test.yml
     assert "if" not in jobs["build"] and "if" not in jobs["publish"]
+
+
+def test_on_a_gpu_the_tests_of_kernels_run_compiled():
+    """Most of them have no mark: without a GPU, they run in the interpreter."""
+    *_, tests = read(".github/workflows/gpu.yml")["jobs"]["gpu"]["steps"]
+    first, second = tests["run"].splitlines()
+    assert first == "make test-library JOBS=1" and '-m "gpu and slow" tests' in second
+    command = make("--dry-run", "-o", ".venv/ready", *first.split()[1:]).stdout
+    assert '-m "not slow"' in command and "tests/test_flash_forward.py" in command
+    assert "--timeout=600" in command and "--timeout=600" in second
 
 
 @each_workflow

@@ -109,6 +109,14 @@ def test_help_lists_every_target():
     assert listed == phony - internal
 
 
+def test_the_book_is_built_anew_when_the_library_changes():
+    """Its docstrings are on pages, and figures are drawn with its models."""
+    database = make("--print-data-base", "--dry-run", "help").stdout
+    (sources,) = re.findall(r"^_build/pages-are-built: (.*)$", database, re.M)
+    modules = [str(x.relative_to(ROOT)) for x in (ROOT / "flashlib").rglob("*.py")]
+    assert {"flashlib/api.py", *modules} <= {*sources.split()}
+
+
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", "book/how-to-run.md", "book/teaching.md"]
 )

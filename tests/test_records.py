@@ -76,11 +76,11 @@ def planned(name):
         return {"cells": [case.identity() for case in traces.CASES]}
     if name == "latent":
         plan = latent.plan(rival=has_rival(name, fa4.METHODS))
+        timed = [x for part, pairs in plan if part == "cells" for x in pairs]
+        steps = [x for part, jobs in plan if part == "absorbed" for x in jobs]
         return {
-            kind: [
-                latent.identity(x) for part, jobs in plan for x in jobs if part == kind
-            ]
-            for kind in ("cells", "absorbed")
+            "cells": [job.identity(shape) for shape, job in timed],
+            "absorbed": [job.identity() for job in steps],
         }
     if name == "hbm":
         fields = ("method", "direction", "step", "kernel", "T", "cache_control")
@@ -408,6 +408,8 @@ def test_cells_are_found_by_their_fields():
         (lambda cell: cell.update(ms=math.nan), r"cells\[1\]: expected a positive"),
         (lambda cell: cell.update(launch_ms=[-1.0]),
          r"cells\[1\]: expected a positive"),
+        (lambda cell: cell.update(ms=0), r"cells\[1\]: expected a positive"),
+        (lambda cell: cell.update(B=-1), r"cells\[1\]: expected a nonnegative"),
         (lambda cell: cell.update(T_q=1024, T_k=1024),
          r"cells\[1\]: expected each cell once"),
     ],

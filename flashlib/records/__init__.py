@@ -56,6 +56,8 @@ class Kind(NamedTuple):
     provenance: str  # filled in from the record
 
 
+# How the fields of times and rates end: no integer may be 0 there. A count may.
+_POSITIVE = ("ms", "us", "mhz", "seconds", "second", "tflops", "tbs")
 _SHAPE = ("method", "direction", "B", "H", "H_kv", "T_q", "T_k", "d", "causal")
 _SHAPE = (*_SHAPE, "layout", "dtype")
 _TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
@@ -189,7 +191,7 @@ class Record:
     copy and of a large matrix product, taken in the same run.
 
     Raises ValueError, naming the record and the cell, where a field is missing, a time
-    or a rate is not positive and finite, or a cell is there twice.
+    or a rate is not positive and finite, a count is negative, or a cell is there twice.
     """
 
     def __init__(self, name, data):
@@ -284,10 +286,14 @@ def _check(where, cell, kind, seen):
     needed = (*kind.fields, "error" if "error" in cell else kind.value)
     if missing := [field for field in needed if field not in cell]:
         raise ValueError(f"{where}: expected the field {missing[0]!r}, got {cell}")
-    for value in cell.values():
+    for field, value in cell.items():
         for x in value if isinstance(value, list) else [value]:
-            if isinstance(x, float) and not (math.isfinite(x) and x > 0):
-                raise ValueError(f"{where}: expected a positive number, got {x}")
+            if not isinstance(x, int | float):
+                continue
+            count = isinstance(x, int) and not field.endswith(_POSITIVE)
+            if not (0 < x < math.inf or (count and x == 0)):
+                sort = "nonnegative" if count else "positive"
+                raise ValueError(f"{where}: expected a {sort} number, got {x}")
     identity = tuple(cell[field] for field in kind.fields)
     if identity in seen:
         raise ValueError(f"{where}: expected each cell once, got {identity} again")
