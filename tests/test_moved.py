@@ -37,7 +37,7 @@ def test_every_anchor_of_the_first_edition_leads_somewhere(page):
     "old, new",
     [
         ("equation-eq-online-fold", "depth/online.html#equation-eq-online-fold"),
-        ("how-it-fails", "online.html#the-mass-overflows"),
+        ("how-it-fails", "online.html#two-numbers-and-a-vector-for-each-query"),
     ],
 )
 def test_old_address_arrives(browser, site, old, new):
