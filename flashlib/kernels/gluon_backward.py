@@ -35,9 +35,7 @@ WARPS |= {"num_warps": 4, "maxnreg": 168}
 
 
 class BackwardSizes(NamedTuple):
-    """What the kernels of hopper_backward.py and hopper_latent.py are told about the
-    problem.
-    """
+    """What the kernels that compute dK and dV are told about the problem."""
 
     H_out: int  # heads of the result: H for dQ, H_kv for dK and dV
     GROUP: int
@@ -68,7 +66,7 @@ class BackwardSizes(NamedTuple):
 
 
 class BackwardShared(NamedTuple):
-    """The shared memory of a program of hopper_backward.py."""
+    """The shared memory of a program of hopper_backward.keys_kernel."""
 
     notes: tuple | None  # what gluon_keys.make_notes returns, if there are lists
     own: tuple  # the two tiles [rows, D] that belong to its result
@@ -77,12 +75,11 @@ class BackwardShared(NamedTuple):
     statistics: tuple  # slots for lse2 and delta of the same rows
     ds: gl.shared_memory_descriptor  # two slots [BLOCK_K, BLOCK_Q]
     ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
-    p: gl.shared_memory_descriptor  # the same for P, used if D = 256
-    p_ready: gl.shared_memory_descriptor
-    parts: Ring  # of dQ, one for each consumer in a slot, as lines
-    bias_ready: (
-        gl.shared_memory_descriptor | None
-    )  # two barriers, of a bias copied to ds
+    p: gl.shared_memory_descriptor | None  # the same for P, if D = 256
+    p_ready: gl.shared_memory_descriptor | None
+    parts: Ring | None  # of dQ, one for each consumer in a slot, as lines, if D < 256
+    # Two barriers, of a bias that is copied to ds.
+    bias_ready: gl.shared_memory_descriptor | None
 
 
 @gluon.jit

@@ -49,6 +49,8 @@ also waits for phase n - 1 of ds_ready before it overwrites dS^T of block n - 2.
 0 that passes at once: there is no phase -1.
 """
 
+from typing import NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -269,8 +271,8 @@ def keys_kernel(
     group that see them, and, unless D = 256, adds its parts of their dQ, each in its
     turn. q to dv are descriptors; so is held, of lines. counters are the ticket and the
     numbers of parts; at D = 256 both are None. bias is None where there is none or
-    consumers read it. slopes are a tensor or None; so are lists, with which change has
-    a mask.
+    consumers read it. H_out to slope_head are the fields of BackwardSizes: slopes are a
+    tensor or None, and so are lists, with which change has a mask.
     """
     sizes = BackwardSizes(
         H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -297,17 +299,16 @@ def keys_kernel(
     own = pair_in(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
     statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
+    p = make_shared_tiles(k.dtype, BLOCK_Q) if WIDE else None
     if WIDE:
-        p = make_shared_tiles(k.dtype, BLOCK_Q)
         ds = make_shared_tiles(k.dtype, BLOCK_Q)
     else:
         ds = make_slots(k.dtype, 2, BLOCK_K, BLOCK_Q)
-        p = ds
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
-    p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
-    parts = make_parts(PART_SLOTS) if not WIDE else ring
+    p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else None
+    parts = make_parts(PART_SLOTS) if not WIDE else None
     bias_ready = make_barriers(2, 1) if bias is not None else None
     notes = make_notes(SLOTS) if sizes.lists is not None else None
     shared = BackwardShared(
@@ -335,6 +336,25 @@ def keys_kernel(
             CONSUMER_REGISTERS,
             PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
+
+
+class QuerySizes(NamedTuple):
+    """What queries_kernel is told about the problem."""
+
+    H: int
+    GROUP: int
+    PADDED: int  # the length of delta and lse2
+    T_q: int
+    T_k: int
+    left: int | None  # keys before its own that a query sees, if limited
+
+
+class QueriesShared(NamedTuple):
+    """The shared memory of a program of queries_kernel."""
+
+    own: tuple  # the tiles [BLOCK, D] of Q and dO
+    arrived: gl.shared_memory_descriptor  # their barrier
+    ring: Ring  # slots for a tile of K and one of V
 
 
 @gluon.jit
@@ -399,7 +419,7 @@ def consume_keys(
     do_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     i = row + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     # Rows after the last query are in the padding.
-    offsets = (b * sizes.H_out + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
+    offsets = (b * sizes.H + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
@@ -417,28 +437,24 @@ def consume_keys(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=BackwardSizes._fields)
+@gluon.jit(do_not_specialize=QuerySizes._fields)
 def queries_kernel(
     q, k, v, do, lse2, delta, dq, scale, scale_log2,
-    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
-    cached, lists, per_batch, per_head, width, sharing,
-    slopes, slope_batch, slope_head,
+    H, GROUP, PADDED, T_q, T_k, left,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program writes one block of rows of dQ, from all keys that these rows see."""
-    sizes = BackwardSizes(
-        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
-        cached, lists, per_batch, per_head, width, sharing,
-        slopes, slope_batch, slope_head,
-    )  # fmt: skip
+    """One program writes one block of rows of dQ, from all keys that these rows see. H
+    to left are the fields of QuerySizes.
+    """
+    sizes = QuerySizes(H, GROUP, PADDED, T_q, T_k, left)
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     programs = gl.cdiv(T_q, BLOCK_Q)
     # With a causal mask the last queries see the most keys: the longest start first.
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
-    b, h = head // sizes.H_out, head % sizes.H_out
+    b, h = head // sizes.H, head % sizes.H
     # Every query of this block sees the first `full_end` blocks of keys, and none sees
     # those from `blocks` on.
     full_end, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
@@ -455,11 +471,7 @@ def queries_kernel(
     slots = make_pair(k, v, SLOTS)
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
-    # This kernel has no statistics, dS, P or parts in shared memory: what is passed for
-    # them is not read.
-    shared = BackwardShared(
-        None, own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring, None
-    )
+    shared = QueriesShared(own, arrived, ring)
     gl.warp_specialize([
         (consume_keys, (0, dq, lse2, delta, b, h, row, first_block, full_end,
                         blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
@@ -540,7 +552,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, tile):
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
         score_mod.scale, score_mod.scale * LOG2_E.value,
-        *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, score_mod.window, B),
+        *QuerySizes(H, H // H_kv, delta.shape[2], T_q, T_k, score_mod.window),
         CAUSAL=score_mod.causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
