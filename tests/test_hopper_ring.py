@@ -47,7 +47,7 @@ def stand_ins(loads):
     return {
         "gl": gl,
         "ROWS": 64,
-        "Task": hopper_ring.Task,
+        "RingTask": hopper_ring.RingTask,
         "Blocks": hopper_ring.Blocks,
         "range": lambda *x: range(*map(int, x)),
         "refill": lambda x, b, h, row, *_: loads.append((x, int(b), int(h), int(row))),

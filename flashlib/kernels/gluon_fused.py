@@ -79,7 +79,7 @@ def start_product(c: gl.constexpr, factor, slots, n, half: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(c: gl.constexpr, own, n, steps, shared):
+def start_first_scores(c: gl.constexpr, own, n, steps, shared):
     """Start S^T = K Q^T of the first half of the n-th block, once it is there; after
     the last block, of whatever its slot holds. With fewer steps than slots nothing was
     ever copied there. Nobody uses that result.
@@ -167,7 +167,7 @@ def add_half(
         part_stored(before, shared.parts, n > 0)
     elif half == 1:
         # -- d = 64, second half: the first scores of block n + 1
-        s = start_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
+        s = start_first_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
         dk, dv = warpgroup_mma_wait(1, [dk, dv])
         mbarrier.arrive(shared.ring.empty.index(slot))
     else:
@@ -176,7 +176,7 @@ def add_half(
         part = start_part(c, n, shared)  # [ROWS, ROWS]
         dk, dv = warpgroup_mma_wait(1, [dk, dv])
         mbarrier.arrive(shared.ring.empty.index(slot))
-        s = start_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
+        s = start_first_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
         part = warpgroup_mma_wait(1, [part])
         give_part(c, part, n, shared.parts)
     # ptxas lets no product run from one round of a loop into the next if its sums are

@@ -40,7 +40,7 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def own_keys(
+def keys_by_formula(
     number, head, falling, upward, sizes,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K):
 
 
 @gluon.jit
-def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
+def keys_by_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
     """The Keys of a program: block ``number`` of keys, of a head of B H_kv, with its
     list. If falling, the program takes the first queries first.
     """

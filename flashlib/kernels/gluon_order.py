@@ -194,7 +194,7 @@ def add_or_store(held, corner, tile, turn):
 
 
 @gluon.jit
-def add_part(c: gl.constexpr, held, line, turn, slot, slots):
+def add_lines(c: gl.constexpr, held, line, turn, slot, slots):
     """Start adding consumer c's tile in this slot to held, the descriptor of lines,
     where the sums of its block of queries begin at this line, or storing it.
     """
@@ -280,7 +280,7 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
             done = gl.load(counter, volatile=True)
         mbarrier.wait(ready.index(n % PART_SLOTS), n // PART_SLOTS & 1)
         for c in gl.static_range(CONSUMERS):
-            add_part(c, held, row * (D // LINE), turn, n % PART_SLOTS, slots)
+            add_lines(c, held, row * (D // LINE), turn, n % PART_SLOTS, slots)
         if sizes.lists is None:
             # A formula loads nothing, so this is early enough.
             n_next = gl.minimum(n + ADDERS, steps - 1)

@@ -92,17 +92,17 @@ from flashlib.kernels.gluon_fused import (
     add_half,
     give_last_part,
     own_factors,
+    start_first_scores,
     start_half,
-    start_scores,
 )
 from flashlib.kernels.gluon_keys import (
     block_of,
     count_steps,
     entry_at,
     head_in,
+    keys_by_formula,
+    keys_by_list,
     make_notes,
-    own_keys,
-    own_list,
     queries_of,
     row_in,
     with_lists,
@@ -239,7 +239,7 @@ def consume_queries(
     if sizes.lists is None:
         full = GROUP * block.full
     invariants = own, seen_from, real, steps, scale_log2, sizes, shared, block
-    s = start_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
+    s = start_first_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
     s = warpgroup_mma_wait(0, [s])
     if BANDED:
         band_steps = GROUP * block.band * block.upward
@@ -291,10 +291,11 @@ def keys_kernel(
     if not WIDE:
         number, head, falling, upward = take_ticket(counters, programs, sizes, CAUSAL)
     if sizes.lists is not None:
-        block = own_list(number, head, falling, sizes, BLOCK_K)
+        block = keys_by_list(number, head, falling, sizes, BLOCK_K)
     else:
-        order = falling, upward
-        block = own_keys(number, head, *order, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
+        block = keys_by_formula(
+            number, head, falling, upward, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D
+        )
 
     own = pair_in(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)

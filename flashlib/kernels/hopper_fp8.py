@@ -132,7 +132,7 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def add_columns(n: gl.constexpr, acc, fours, factor, v_ring, count):
+def add_values(n: gl.constexpr, acc, fours, factor, v_ring, count):
     """The n-th PART columns of O, [ROWS, PART], with P V of a block."""
     part = start_values(fours, v_ring, count, n * PART, PART)
     return acc * factor[:, None] + warpgroup_mma_wait(0, [part])
@@ -163,10 +163,10 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(PART)))
     factor *= unit / scale_v
     acc = (
-        add_columns(0, acc[0], fours, factor, v_ring, count),
-        add_columns(1, acc[1], fours, factor, v_ring, count),
-        add_columns(2, acc[2], fours, factor, v_ring, count),
-        add_columns(3, acc[3], fours, factor, v_ring, count),
+        add_values(0, acc[0], fours, factor, v_ring, count),
+        add_values(1, acc[1], fours, factor, v_ring, count),
+        add_values(2, acc[2], fours, factor, v_ring, count),
+        add_values(3, acc[3], fours, factor, v_ring, count),
     )
     release(v_ring, count)
     return acc, m_new, l, scale_v, next_k, next_v

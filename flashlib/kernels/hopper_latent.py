@@ -62,7 +62,7 @@ from flashlib.kernels.gluon_backward import (
     split_layout,
     store_keys,
 )
-from flashlib.kernels.gluon_keys import block_of, own_keys
+from flashlib.kernels.gluon_keys import block_of, keys_by_formula
 from flashlib.kernels.gluon_order import (
     add_or_store,
     choose_order,
@@ -318,7 +318,7 @@ def latent_keys_kernel(
     taken = take_ticket(counters, programs, sizes, CAUSAL)
     # Of the bounds, consume needs only row and blocks, which depend on no D: with a
     # causal mask it masks every block.
-    block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
+    block = keys_by_formula(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
 
     k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)
     v_tile = make_slots(v.dtype, 1, BLOCK_K, FIRST).index(0)

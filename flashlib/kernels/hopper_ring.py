@@ -76,7 +76,7 @@ class RingSizes(NamedTuple):
     slopes: Any = None
 
 
-class Task(NamedTuple):
+class RingTask(NamedTuple):
     """A tile of O."""
 
     h: int  # of all B H heads
@@ -97,8 +97,8 @@ class Blocks(NamedTuple):
 
 @gluon.jit
 def task_at(n, sizes, CHUNKS: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The Task of tile n. The heads of a part come before those of the next one, and in
-    a section the last queries, which see the most keys, come first.
+    """The RingTask of tile n. The heads of a part come before those of the next one,
+    and in a section the last queries, which see the most keys, come first.
     """
     per_chunk = gl.cdiv(sizes.rows_q, BLOCK_Q)
     blocks = CHUNKS * per_chunk
@@ -108,7 +108,7 @@ def task_at(n, sizes, CHUNKS: gl.constexpr, BLOCK_Q: gl.constexpr):
     block = blocks - 1 - n // size
     chunk = block // per_chunk
     position = gl.where(chunk == 0, sizes.rank, 2 * sizes.size - 1 - sizes.rank)
-    return Task(first + n % size, chunk, position, block % per_chunk * BLOCK_Q)
+    return RingTask(first + n % size, chunk, position, block % per_chunk * BLOCK_Q)
 
 
 @gluon.jit
