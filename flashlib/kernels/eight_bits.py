@@ -12,7 +12,7 @@ from flashlib.kernels import INTERPRETED
 
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 # Scales below it count as it, so that sums of weights over scales stay finite.
-LEAST_SCALE = tl.constexpr(2.0**-100)
+LEAST_CACHED_SCALE = tl.constexpr(2.0**-100)
 EXPONENT_BITS = tl.constexpr(0x7F800000)  # of a float32
 # The bytes of two registers, pairs of neighbors, become the first and the second of
 # each pair in float16; Triton would move byte by byte.
@@ -35,7 +35,8 @@ UNPACK = tl.constexpr(
 @triton.jit
 def units_of(most):
     """Powers of two [ROWS] under which numbers of at most ``most`` are below 2^15."""
-    bits = tl.maximum(most, LEAST_SCALE).to(tl.int32, bitcast=True) & EXPONENT_BITS
+    most = tl.maximum(most, LEAST_CACHED_SCALE)
+    bits = most.to(tl.int32, bitcast=True) & EXPONENT_BITS
     return bits.to(tl.float32, bitcast=True) * 2.0**-14
 
 
@@ -71,7 +72,7 @@ def weighted_softmax(s, m, l, scale_log2, scales, seen):
     its scale is below 2 and fits float16; l is still a sum of weights.
     """
     # A scale of NaN stays one.
-    scales = tl.maximum(scales, LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+    scales = tl.maximum(scales, LEAST_CACHED_SCALE, propagate_nan=tl.PropagateNan.ALL)
     exponents = (scales.to(tl.int32, bitcast=True) >> 23) - 127
     inverse = ((127 - exponents) << 23).to(tl.float32, bitcast=True)  # 2^-exponents
     z = s * scale_log2 + exponents.to(tl.float32)[None, :]

@@ -25,7 +25,7 @@ from flashlib.kernels.gluon_tiles import ROWS
 EXPONENT = gl.constexpr(8.0)
 # The least scale of scores: under 0, -inf, the score of a key that is not seen, would
 # become NaN.
-LEAST_SCALE = gl.constexpr(1e-30)
+LEAST_SCORE_SCALE = gl.constexpr(1e-30)
 
 
 class EightBitSizes(NamedTuple):

@@ -42,7 +42,7 @@ from flashlib.kernels.gluon_forward import (
 )
 from flashlib.kernels.gluon_fp8 import (
     EXPONENT,
-    LEAST_SCALE,
+    LEAST_SCORE_SCALE,
     EightBitSizes,
     Scales,
     accumulator,
@@ -110,7 +110,7 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
     part = start_values(fours, v_ring, count - 1, 0, D)
-    scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS], of the scores
+    scale = gl.maximum(scale_q * scale_k, LEAST_SCORE_SCALE)  # [ROWS], of the scores
     # The next scales are on their way during this step.
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
@@ -149,7 +149,7 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
     k_ring, v_ring = shared.k, shared.v
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
-    scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS], of the scores
+    scale = gl.maximum(scale_q * scale_k, LEAST_SCORE_SCALE)  # [ROWS], of the scores
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
     s = warpgroup_mma_wait(0, [s])  # [ROWS, BLOCK_K]
@@ -221,7 +221,7 @@ def consume(
         if D <= 128:
             s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
             release(k_ring, count)
-            scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+            scale = gl.maximum(scale_q * scale_k, LEAST_SCORE_SCALE)  # [ROWS]
             s, m = new_maximum(s, m, scale, seen, 0, CAUSAL or RAGGED)
             p = weights(s, scale, m)  # [ROWS, BLOCK_K]
             acc = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
