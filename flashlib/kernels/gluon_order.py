@@ -298,29 +298,29 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
 @triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
 def finish_kernel(
     held, dq, scale, first_row, H, T, PADDED, counters,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    TILE_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program scales and rounds ROWS rows of dQ, whose sums are in held [B, H,
+    """One program scales and rounds TILE_ROWS rows of dQ, whose sums are in held [B, H,
     PADDED, D], float32, as lines of tiles. Rows before `first_row` see no key and get
     0, and so do blocks of BLOCK_Q rows of which counters, those of the adders, count no
     part; without counters every other row has sums.
     """
-    ACROSS: tl.constexpr = D // ROWS  # parts that have these rows
-    blocks = tl.cdiv(T, ROWS)
-    row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
+    ACROSS: tl.constexpr = D // TILE_ROWS  # parts that have these rows
+    blocks = tl.cdiv(T, TILE_ROWS)
+    row, head = tl.program_id(0) % blocks * TILE_ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
+    i = (row + tl.arange(0, TILE_ROWS)).to(tl.int64)[:, None]  # [TILE_ROWS, 1]
     k = tl.arange(0, D)[None, :]
     if counters is not None:
         counted = tl.load(counters + 1 + (head * PADDED + row) // BLOCK_Q) > 0
         first_row = tl.where(counted, first_row, PADDED)
     held += (head.to(tl.int64) * PADDED + row) * D
-    tile = tl.load(held + tl.arange(0, ROWS * D))
+    tile = tl.load(held + tl.arange(0, TILE_ROWS * D))
     # Part, j, warp, r, quarter, lower, even, as store_part has them.
-    tile = tl.reshape(tile, [ACROSS, ROWS // 8, 4, 8, 4, 2, 2])
-    tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [ROWS, D])
+    tile = tl.reshape(tile, [ACROSS, TILE_ROWS // 8, 4, 8, 4, 2, 2])
+    tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [TILE_ROWS, D])
     seen = i >= first_row
-    tile = tl.where(seen, tile, 0.0) * scale  # [ROWS, D]
+    tile = tl.where(seen, tile, 0.0) * scale  # [TILE_ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
     tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
 

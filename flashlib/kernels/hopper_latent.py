@@ -394,15 +394,15 @@ def launch_keys(
 @triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
 def latent_finish_kernel(
     held, dq, scale, first_row, H, T, PADDED,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    TILE_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """One program scales and rounds a block of dQ; rows before first_row see no key."""
-    blocks = tl.cdiv(T, ROWS)
-    row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
+    blocks = tl.cdiv(T, TILE_ROWS)
+    row, head = tl.program_id(0) % blocks * TILE_ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
+    i = (row + tl.arange(0, TILE_ROWS)).to(tl.int64)[:, None]  # [TILE_ROWS, 1]
     k = tl.arange(0, BLOCK_D)[None, :]
-    held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
+    held += (head.to(tl.int64) * PADDED + i) * D + k  # [TILE_ROWS, D]
     tile = tl.load(held, mask=(i >= first_row) & (k < D), other=0.0) * scale
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
     tile = tile.to(dq.ptr.dtype.element_ty)
