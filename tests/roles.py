@@ -40,8 +40,8 @@ BACKWARD = (
 )  # fmt: skip
 # What it takes from a list, with a mask that is a function.
 LISTED = (
-    "listed_section", "keys_by_list", "entry_at", "queries_of", "make_notes", "note",
-    "noted", "without_hidden",
+    "section_of_lists", "keys_by_list", "entry_at", "queries_of", "make_notes",
+    "store_note", "read_note", "without_hidden",
 )  # fmt: skip
 SWIZZLED = 64  # columns of 16 bits that shared memory keeps together
 LIMIT = 60  # seconds that a role waits at a barrier

@@ -146,7 +146,7 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
         atomic_add=lambda turns, one, sem: next(ticket),
         load=lambda place: numbers[place],
     )
-    functions = ("take_ticket", "listed_section", "keys_by_list", "entry_at")
+    functions = ("take_ticket", "section_of_lists", "keys_by_list", "entry_at")
     functions += ("queries_of", "count_steps", "next_turn")
     names = {"gl": language, "MOST_HEADS": gluon_order.MOST_HEADS.value}
     kernel = as_python(functions, **vars(gluon_keys) | vars(gluon_order) | names)

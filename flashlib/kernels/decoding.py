@@ -32,7 +32,12 @@ from flashlib.kernels.cached import (
     load_rows,
     load_scales,
 )
-from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
+from flashlib.kernels.eight_bits import (
+    in_units,
+    split_pairs,
+    units_of,
+    weighted_softmax,
+)
 from flashlib.kernels.score_arguments import for_kernel
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
@@ -150,7 +155,7 @@ def split_kernel(
         # -- output
         if PAIRS:
             pairs = load_pairs(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
-            v_even, v_odd = apart(pairs)
+            v_even, v_odd = split_pairs(pairs)
             p = p.to(v_odd.dtype)
             even = tl.dot(p, v_even, even * alpha[:, None])
             odd = tl.dot(p, v_odd, odd * alpha[:, None])

@@ -49,7 +49,7 @@ def in_units(x, units):
 
 
 @triton.jit
-def apart(pairs):
+def split_pairs(pairs):
     """The first and the second number of each pair, in float16."""
     if IN_INTERPRETER:  # which has no inline assembly
         first, second = pairs.to(tl.uint8), (pairs >> 8).to(tl.uint8)

@@ -156,14 +156,14 @@ def make_notes(SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def note(x, slots, slot):
+def store_note(x, slots, slot):
     """Store a number, in a producer."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slots.index(slot).store(gl.full([1], x, gl.int32, layout))
 
 
 @gluon.jit
-def noted(slots, slot):
+def read_note(slots, slot):
     """The number that the producer has stored."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(slots.index(slot).load(layout), 0)
@@ -185,7 +185,7 @@ def count_steps(block, sizes):
 def head_in(n, sizes, block, notes):
     """The head of the queries of step n, in a consumer."""
     if notes is not None:
-        h = noted(notes[1], n % notes[1].shape[0])
+        h = read_note(notes[1], n % notes[1].shape[0])
     else:
         h = block.h * sizes.GROUP + n % sizes.GROUP
     return h
@@ -198,7 +198,7 @@ def row_in(n, i, half: gl.constexpr, notes):
     """
     tile = 0
     if notes is not None:
-        tile = noted(notes[0], n % notes[0].shape[0])
+        tile = read_note(notes[0], n % notes[0].shape[0])
         i = tile // 2 + half * ROWS
     return i, tile
 

@@ -3,7 +3,7 @@
 Chapter *Hopper*, its depth. What a program computes of dQ for one block of queries is a
 part. Each consumer leaves one tile of it in shared memory, ROWS queries and as many
 columns. Two warps, the adders, let the copy engine add parts to a buffer in memory,
-`held`. The first part of a block of queries is stored. The others are added in one
+`dq_sums`. The first part of a block of queries is stored. The others are added in one
 order, from the first keys to the last or the other way round, so two runs agree in
 every bit, although every program adds; or they are added as they come.
 
@@ -77,7 +77,7 @@ def choose_order(q, k, BLOCK_K, causal, left):
 
 
 @gluon.jit
-def listed_section(sizes):
+def section_of_lists(sizes):
     """The heads of a section of a mask that is a function, and whether few queries see
     the first keys.
     """
@@ -102,7 +102,7 @@ def take_ticket(counters, programs, sizes, CAUSAL: gl.constexpr):
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     section = sizes.section
     if sizes.lists is not None:
-        section, few = listed_section(sizes)
+        section, few = section_of_lists(sizes)
     # The programs of a head start one after the other, those of the other heads of its
     # section in between.
     index = ticket // (programs * section)  # of the section
@@ -183,24 +183,24 @@ def wait_until_added():
 
 
 @gluon.jit
-def add_or_store(held, corner, tile, turn):
-    """Start adding a tile in shared memory to held, the descriptor of the sums, at a
+def add_or_store(dq_sums, corner, tile, turn):
+    """Start adding a tile in shared memory to dq_sums, the descriptor of the sums, at a
     corner; if turn is 0, nothing is there yet, and the tile is stored.
     """
     if turn == 0:
-        tma.async_copy_shared_to_global(held, corner, tile)
+        tma.async_copy_shared_to_global(dq_sums, corner, tile)
     else:
-        start_adding(held, corner, tile)
+        start_adding(dq_sums, corner, tile)
 
 
 @gluon.jit
-def add_lines(c: gl.constexpr, held, line, turn, slot, slots):
-    """Start adding consumer c's tile in this slot to held, the descriptor of lines,
+def add_lines(c: gl.constexpr, dq_sums, line, turn, slot, slots):
+    """Start adding consumer c's tile in this slot to dq_sums, the descriptor of lines,
     where the sums of its block of queries begin at this line, or storing it.
     """
     LINES: gl.constexpr = slots.shape[1]
     part = slots.index(slot * CONSUMERS + c)  # [LINES, LINE]
-    add_or_store(held, (line + c * LINES, 0), part, turn)
+    add_or_store(dq_sums, (line + c * LINES, 0), part, turn)
 
 
 @gluon.jit
@@ -213,14 +213,14 @@ def count_part(counter):
     gl.atomic_add(counter, 1, sem="release")
 
 
-def lines_descriptor(held):
-    """The descriptor that adders take of held, float32, contiguous: lines [held.numel()
-    / LINE, LINE], in blocks of one tile.
+def lines_descriptor(dq_sums):
+    """The descriptor by which the adders write to dq_sums, float32 and contiguous: it
+    has lines [dq_sums.numel() / LINE, LINE], in blocks of one tile.
     """
     LINES = ROWS.value**2 // LINE.value
-    shape, block = [held.numel() // LINE.value, LINE.value], [LINES, LINE.value]
+    shape, block = [dq_sums.numel() // LINE.value, LINE.value], [LINES, LINE.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
-    return TensorDescriptor(held, shape, [LINE.value, 1], block, layout)
+    return TensorDescriptor(dq_sums, shape, [LINE.value, 1], block, layout)
 
 
 @gluon.jit
@@ -245,14 +245,14 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.cons
 
 
 @gluon.jit
-def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
+def add_parts(a: gl.constexpr, dq_sums, counters, sizes, block, shared):
     """Add what this program's consumers compute of dQ: each part in its turn or, where
     any order will do, once the first part is there, which is stored. Each adder adds
     every other part; adder a begins with part a.
 
-    held is the descriptor of the sums, as lines; counters, int32, has the ticket, then
-    for each block of queries the number of parts that are in its sums, counted as far
-    as anyone waits for it.
+    dq_sums is the descriptor of the sums, as lines. counters, int32, has the ticket,
+    and then for each block of queries the number of parts that are in its sums. Parts
+    for which no program waits are not counted.
     """
     slots, ready, empty = shared.parts
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
@@ -280,7 +280,7 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
             done = gl.load(counter, volatile=True)
         mbarrier.wait(ready.index(n % PART_SLOTS), n // PART_SLOTS & 1)
         for c in gl.static_range(CONSUMERS):
-            add_lines(c, held, row * (D // LINE), turn, n % PART_SLOTS, slots)
+            add_lines(c, dq_sums, row * (D // LINE), turn, n % PART_SLOTS, slots)
         if sizes.lists is None:
             # A formula loads nothing, so this is early enough.
             n_next = gl.minimum(n + ADDERS, steps - 1)
@@ -297,13 +297,13 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
 
 @triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
 def finish_kernel(
-    held, dq, scale, first_row, H, T, PADDED, counters,
+    dq_sums, dq, scale, first_row, H, T, PADDED, counters,
     TILE_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program scales and rounds TILE_ROWS rows of dQ, whose sums are in held [B, H,
-    PADDED, D], float32, as lines of tiles. Rows before `first_row` see no key and get
-    0, and so do blocks of BLOCK_Q rows of which counters, those of the adders, count no
-    part; without counters every other row has sums.
+    """One program scales and rounds TILE_ROWS rows of dQ, whose sums are in dq_sums [B,
+    H, PADDED, D], float32, as lines of tiles. Rows before `first_row` see no key and
+    get 0. So do blocks of BLOCK_Q rows for which the adders' counters count no part;
+    without counters every other row has sums.
     """
     ACROSS: tl.constexpr = D // TILE_ROWS  # parts that have these rows
     blocks = tl.cdiv(T, TILE_ROWS)
@@ -314,8 +314,8 @@ def finish_kernel(
     if counters is not None:
         counted = tl.load(counters + 1 + (head * PADDED + row) // BLOCK_Q) > 0
         first_row = tl.where(counted, first_row, PADDED)
-    held += (head.to(tl.int64) * PADDED + row) * D
-    tile = tl.load(held + tl.arange(0, TILE_ROWS * D))
+    dq_sums += (head.to(tl.int64) * PADDED + row) * D
+    tile = tl.load(dq_sums + tl.arange(0, TILE_ROWS * D))
     # Part, j, warp, r, quarter, lower, even, as store_part has them.
     tile = tl.reshape(tile, [ACROSS, TILE_ROWS // 8, 4, 8, 4, 2, 2])
     tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [TILE_ROWS, D])
@@ -326,8 +326,8 @@ def finish_kernel(
 
 
 @plans.planned
-def launch_finish(held, dq, score_mod, padded, T_k, BLOCK_Q, counters=None):
-    """Launch the kernel that fills dq ``[B, H, T_q, d]`` from held, float32 ``[B H
+def launch_finish(dq_sums, dq, score_mod, padded, T_k, BLOCK_Q, counters=None):
+    """Launch the kernel that fills dq ``[B, H, T_q, d]`` from dq_sums, float32 ``[B H
     padded, d]``, what the fused kernel summed in blocks of BLOCK_Q queries, as lines.
     Where a mask may leave blocks of queries that see no key, counters are as the fused
     kernel left them.
@@ -336,6 +336,6 @@ def launch_finish(held, dq, score_mod, padded, T_k, BLOCK_Q, counters=None):
     first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
+        dq_sums, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
         counters, ROWS.value, d, BLOCK_Q,
     )  # fmt: skip

@@ -78,7 +78,7 @@ from flashlib.kernels.gluon_backward import (
     make_pair,
     make_rows,
     pair_in,
-    prepared,
+    prepare_backward,
     start_pair,
     store_keys,
 )
@@ -259,7 +259,8 @@ def consume_queries(
 # in a tuple, so the kernels take them one by one.
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
-    q, k, v, do, lse2, delta, bias, dk, dv, held, counters, scale, scale_log2, change,
+    q, k, v, do, lse2, delta, bias, dk, dv, dq_sums, counters,
+    scale, scale_log2, change,
     H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     cached, lists, per_batch, per_head, width, sharing,
     slopes, slope_batch, slope_head,
@@ -269,10 +270,13 @@ def keys_kernel(
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see them, and, unless D = 256, adds its parts of their dQ, each in its
-    turn. q to dv are descriptors; so is held, of lines. counters are the ticket and the
-    numbers of parts; at D = 256 both are None. bias is None where there is none or
-    consumers read it. H_out to slope_head are the fields of BackwardSizes: slopes are a
-    tensor or None, and so are lists, with which change has a mask.
+    turn.
+
+    q to dv are descriptors, and so is dq_sums, of lines. counters are the ticket and
+    the numbers of parts; at D = 256 both are None. bias is None where there is none or
+    consumers read it. change is a GluonChange. H_out to slope_head are the fields of
+    BackwardSizes: slopes are a tensor or None, and so are lists; with lists change has
+    a mask.
     """
     sizes = BackwardSizes(
         H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -331,8 +335,8 @@ def keys_kernel(
             (consume_queries, (1, dk, dv, scale, scale_log2, change,
                                sizes, block, shared, CAUSAL, RAGGED)),
             (produce_queries, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
-            (add_parts, (0, held, counters, sizes, block, shared)),
-            (add_parts, (1, held, counters, sizes, block, shared)),
+            (add_parts, (0, dq_sums, counters, sizes, block, shared)),
+            (add_parts, (1, dq_sums, counters, sizes, block, shared)),
         ], [4, 1, 1, 1], [
             CONSUMER_REGISTERS,
             PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
@@ -492,18 +496,18 @@ SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
 
 @plans.planned
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, score_mod, tile, held=None, counters=None,
+    q, k, v, do, delta, lse2, dk, dv, score_mod, tile, dq_sums=None, counters=None,
     deterministic=True,
 ):  # fmt: skip
-    """Launch the kernel that fills dk and dv; with held, the fused one.
+    """Launch the kernel that fills dk and dv; with dq_sums, the fused one.
 
     q and do ``[B, H, T_q, d]``, k, v, dk and dv ``[B, H_kv, T_k, d]``, all describable;
     delta and lse2, float32 ``[B, H, PADDED]``, from launch_delta. tile is (BLOCK_Q,
-    SLOTS, PART_SLOTS), a row of FUSED with held and of KEYS without. The fused kernel
-    fills held, float32 ``[B H PADDED, d]``, with dQ, unscaled, in lines as
+    SLOTS, PART_SLOTS), a row of FUSED with dq_sums and of KEYS without. The fused
+    kernel fills dq_sums, float32 ``[B H PADDED, d]``, with dQ, unscaled, in lines as
     gluon_order.store_part has them, but not blocks of queries that see no key. It
-    needs counters: zeros, int32, at least one more than held has blocks of queries. The
-    rest as in backward.
+    needs counters: zeros, int32, at least one more than dq_sums has blocks of queries.
+    The other arguments are as in backward.
     """
     scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
     mask, (B, H, T_q, d), (H_kv, T_k) = score_mod.mask, q.shape, k.shape[1:3]
@@ -516,14 +520,14 @@ def launch_keys(
         H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B,
         slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
     )  # fmt: skip
-    if held is not None:
+    if dq_sums is not None:
         longest_first = causal and mask is None
         section, mixed, paired = choose_order(q, k, BLOCK_K, longest_first, left)
         awaited = EVERY_PART if deterministic else 1
         sizes = sizes._replace(
             section=section, mixed=mixed, paired=paired, awaited=awaited
         )
-        held = lines_descriptor(held)
+        dq_sums = lines_descriptor(dq_sums)
     if mask is not None:
         sizes = with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K)
     plans.launch(
@@ -533,7 +537,7 @@ def launch_keys(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         bias_descriptor(score_mod.bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        held, counters, scale, *gluon_change(score_mod), *sizes,
+        dq_sums, counters, scale, *gluon_change(score_mod), *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0 and mask is None,
         SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
@@ -575,18 +579,18 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
     fused = d < 256
-    do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse, fused)
+    do, delta, lse2, dq_sums, counters = prepare_backward(q, o, lse, do, dlse, fused)
     dq, dk, dv = new_like(q, k, v)
     read, mask = (q, k, v, do, delta, lse2), score_mod.mask
     if not fused:
         launch_keys(*read, dk, dv, score_mod, KEYS[d])
         launch_queries(*read, dq, score_mod, QUERIES[d])
     else:
-        sums = held, counters, deterministic
+        sums = dq_sums, counters, deterministic
         launch_keys(*read, dk, dv, score_mod, FUSED[d], *sums)
         counted = None if mask is None else counters
         sizes = delta.shape[2], k.shape[2], FUSED[d][0]
-        launch_finish(held, dq, score_mod, *sizes, counted)
+        launch_finish(dq_sums, dq, score_mod, *sizes, counted)
     if score_mod.sinks is None:
         return dq, dk, dv
     dsinks = score_gradients.of_sinks(delta, lse2, B, T_q, score_mod, None, PAD)

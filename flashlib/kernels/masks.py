@@ -21,15 +21,15 @@ from flashlib import plans
 from flashlib.kernels import inputs, score_arguments, tables, tile_lists
 from flashlib.kernels.scores import (
     BatchHead,
-    around,
     change_scores,
     dropped,
     key_bounds,
     list_of,
-    listed,
     sees,
     sequence,
+    skip_full,
     slope_of,
+    tile_start,
 )
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
@@ -114,7 +114,7 @@ def forward_kernel(
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     for j in tl.range(full_start, full_end, BLOCK_K):
-        j = listed(j, tiles, BLOCK_K, ON.MASK)
+        j = tile_start(j, tiles, BLOCK_K, ON.MASK)
         acc, m, l = attend(
             acc, m, l, q_tile, k, v, b_k, h_kv, positions, j, bh, change, n, False, ON,
             TILE
@@ -123,8 +123,8 @@ def forward_kernel(
         # One loop over the blocks before and after the full ones.
         masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
-            j = around(first + step * BLOCK_K, full_start, full_end)
-            j = listed(j, tiles, BLOCK_K, ON.MASK)
+            j = skip_full(first + step * BLOCK_K, full_start, full_end)
+            j = tile_start(j, tiles, BLOCK_K, ON.MASK)
             acc, m, l = attend(
                 acc, m, l, q_tile, k, v, b_k, h_kv, positions, j, bh, change, n, True,
                 ON, TILE

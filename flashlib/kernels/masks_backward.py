@@ -23,18 +23,18 @@ from flashlib.kernels import (
 )
 from flashlib.kernels.scores import (
     BatchHead,
-    around,
     change_scores,
     dropped,
     key_bounds,
     list_of,
-    listed,
     of_group,
     padded_rows,
     query_bounds,
     sees,
     sequence,
+    skip_full,
     slope_of,
+    tile_start,
     visible_only,
 )
 from flashlib.kernels.tables import Configuration
@@ -182,7 +182,7 @@ def keys_kernel(
     if ON.WINDOW or ON.MASK:
         for step in tl.range(begin, last):
             h, block = of_group(step, masked, tiles, h_kv, blocks_q, GROUP, ON.MASK)
-            row = around(first + block * BLOCK_Q, full_start, full_end)
+            row = skip_full(first + block * BLOCK_Q, full_start, full_end)
             rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             bh = BatchHead(b, h, slope_of(change, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
@@ -267,7 +267,7 @@ def queries_kernel(
     d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for j in tl.range(full_start, full_end, BLOCK_K):
-        j = listed(j, tiles, BLOCK_K, ON.MASK)
+        j = tile_start(j, tiles, BLOCK_K, ON.MASK)
         acc = descend(
             acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j,
             bh, change, n, False, ON, TILE,
@@ -275,8 +275,8 @@ def queries_kernel(
     if ON.WINDOW or ON.VARLEN or ON.MASK or RAGGED:
         masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
-            j = around(first + step * BLOCK_K, full_start, full_end)
-            j = listed(j, tiles, BLOCK_K, ON.MASK)
+            j = skip_full(first + step * BLOCK_K, full_start, full_end)
+            j = tile_start(j, tiles, BLOCK_K, ON.MASK)
             acc = descend(
                 acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j,
                 bh, change, n, True, ON, TILE,

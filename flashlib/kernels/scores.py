@@ -110,7 +110,7 @@ def list_of(change, b, h, block, MASK: tl.constexpr):
 
 
 @triton.jit
-def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
+def tile_start(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
     """The first row of a tile: x, or with a mask, that of entry x / SIDE in tiles."""
     if MASK:
         x = tl.load(tiles + 2 + x // SIDE) * SIDE
@@ -176,8 +176,10 @@ def query_bounds(col, T_q, T_k, change, WINDOW: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def around(x, full_start, full_end):
-    """x, or where that is not before ``full_start``, x moved past ``full_end``."""
+def skip_full(x, full_start, full_end):
+    """x where it is before ``full_start``, and otherwise x moved past ``full_end``, for
+    a loop that takes the tiles before and after the full ones.
+    """
     return tl.where(x < full_start, x, x + full_end - full_start)
 
 
