@@ -345,11 +345,12 @@ def flash_backward(
 
     checks.check_determinism(deterministic)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    read, score_mod = (q, k, v, o, lse, do, dlse), score_mods.unchanged(causal, scale)
+    tensors = q, k, v, o, lse, do, dlse
+    score_mod = score_mods.unchanged(causal, scale)
     wanted = method in ("auto", "hopper")
     if wanted and hopper_host.backward_refusal(q, k, v, score_mod) is None:
-        return _hopper_backward(q)(*read, score_mod, deterministic)
-    return backward.backward(*read, causal, scale, deterministic)
+        return _hopper_backward(q)(*tensors, score_mod, deterministic)
+    return backward.backward(*tensors, causal, scale, deterministic)
 
 
 flash = Differentiable(
@@ -395,17 +396,17 @@ def masked_backward(
     score_mod, packing = score_mod_and_packing(extra, options)
     no_dlse = dlse is None
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-    refusal, read = hopper_host.backward_refusal, (q, k, v, o, lse, do, dlse)
+    refusal, tensors = hopper_host.backward_refusal, (q, k, v, o, lse, do, dlse)
     if options.method == "flash2" or refusal(q, k, v, score_mod, packing) is not None:
         bias_gradient = options.bias_gradient
-        return masks_backward.backward(*read, score_mod, packing, bias_gradient)
-    dq, dk, dv, *dsinks = _hopper_backward(q)(*read, score_mod)
+        return masks_backward.backward(*tensors, score_mod, packing, bias_gradient)
+    dq, dk, dv, *dsinks = _hopper_backward(q)(*tensors, score_mod)
     dbias = q.new_empty(0)
     if extra.bias is not None and options.bias_gradient:
         # Another launch, which needs zeros of its own.
         dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-        read = q, k, v, o, lse, do, dlse
-        dbias = masks_backward.gradient_of_bias(*read, score_mod)
+        tensors = q, k, v, o, lse, do, dlse
+        dbias = masks_backward.gradient_of_bias(*tensors, score_mod)
     return dq, dk, dv, dbias, *(dsinks or (q.new_empty(0),))
 
 
@@ -487,15 +488,16 @@ def decode_latent_forward(
     """
     from flashlib.kernels import hopper_host, latent
 
-    read = q, cache, seq_lens, block_table
-    cache_checks.check_latent_cache(*read, scales)
+    cache_checks.check_latent_cache(q, cache, seq_lens, block_table, scales)
     cache_checks.check_latent_pairs(cache, d_c)
     refusal = hopper_host.absorbed_refusal
     if on_hopper(method, refusal, q, cache, block_table, d_c):
         from flashlib.kernels import hopper_absorbed
 
-        return hopper_absorbed.forward(*read, splits, d_c, scale)
-    return latent.forward(*read, splits, d_c, scale, scales)
+        return hopper_absorbed.forward(
+            q, cache, seq_lens, block_table, splits, d_c, scale
+        )
+    return latent.forward(q, cache, seq_lens, block_table, splits, d_c, scale, scales)
 
 
 def _fake_latent(

@@ -230,8 +230,9 @@ class Spec:
         shape, strides = (
             (*x[:-2], x[-1], x[-2]) for x in (tuple(self.shape), self.strides)
         )
-        about = self.dtype, self.device, self.past, self.place
-        return Spec(self.plan, shape, strides, *about)
+        return Spec(
+            self.plan, shape, strides, self.dtype, self.device, self.past, self.place
+        )
 
     def is_contiguous(self):
         """Whether the elements are dense, in the order of the dimensions."""
@@ -246,11 +247,11 @@ class Spec:
     def new_empty_strided(self, shape, strides, dtype=None):
         """A new tensor with these strides."""
         x = Spec(self.plan, shape, strides, dtype or self.dtype, self.device)
-        make, place, about = internals.empty_strided(x.device), x.place, x.dtype
+        make, place, dtype = internals.empty_strided(x.device), x.place, x.dtype
         shape = tuple(shape)
 
         def allocate(tensors, how):
-            tensors[place] = make(shape, strides, about)
+            tensors[place] = make(shape, strides, dtype)
 
         self.plan.steps.append(allocate)
         return x

@@ -372,9 +372,11 @@ def forward(
     if left >= capacity:
         left = UNLIMITED  # a window that no sequence outgrows
     splits = splits or choose_splits(q, k, capacity, config)
-    parts = new_parts(o, lse, splits)
-    read = q, k, v, block_table, seq_lens
-    launch_splits(*read, *parts, left, scale, config, changes, scales)
+    o_parts, lse_parts = new_parts(o, lse, splits)
+    launch_splits(
+        q, k, v, block_table, seq_lens, o_parts, lse_parts, left, scale, config,
+        changes, scales,
+    )  # fmt: skip
     if splits > 1:
-        launch_merge(*parts, o, lse, changes.sinks)
+        launch_merge(o_parts, lse_parts, o, lse, changes.sinks)
     return o.to(dtype), lse

@@ -98,8 +98,10 @@ def with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K):
     """BackwardSizes with the lists of a mask that is a function."""
     device = torch.cuda.get_device_properties(q.device)
     B, n = score_arguments.batch_and_sizes(q, k, k, None)
-    problem = q, score_mod, None, B, n, BLOCK_Q, BLOCK_K
-    lists = tile_lists.found(tile_lists.in_order, "hopper_gradients", *problem)
+    lists = tile_lists.found(
+        tile_lists.in_order, "hopper_gradients", q, score_mod, None, B, n, BLOCK_Q,
+        BLOCK_K,
+    )  # fmt: skip
     by_batch, by_head = score_mod.mask.depends
     # Of a query: itself, its gradient, and its row of dQ.
     query_bytes = q.shape[3] * (2 * q.element_size() + torch.float32.itemsize)

@@ -251,8 +251,8 @@ def consume_queries(
         for n in range(band_steps + full, steps):
             dk, dv, s = add_queries(c, dk, dv, s, n, invariants, change, True, RAGGED)
     give_last_part(c, steps, shared)
-    outputs, sums = (dk_out, dv_out), (dk, dv)
-    store_keys(c, outputs, sums, (0, 0), scale, steps, block, shared)
+    outputs = dk_out, dv_out
+    store_keys(c, outputs, (dk, dv), (0, 0), scale, steps, block, shared)
 
 
 # Triton would compile further versions for multiples of 16 and for 1 if the sizes came
@@ -581,16 +581,18 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     fused = d < 256
     do, delta, lse2, dq_sums, counters = prepare_backward(q, o, lse, do, dlse, fused)
     dq, dk, dv = new_like(q, k, v)
-    read, mask = (q, k, v, do, delta, lse2), score_mod.mask
+    inputs = q, k, v, do, delta, lse2
     if not fused:
-        launch_keys(*read, dk, dv, score_mod, KEYS[d])
-        launch_queries(*read, dq, score_mod, QUERIES[d])
+        launch_keys(*inputs, dk, dv, score_mod, KEYS[d])
+        launch_queries(*inputs, dq, score_mod, QUERIES[d])
     else:
-        sums = dq_sums, counters, deterministic
-        launch_keys(*read, dk, dv, score_mod, FUSED[d], *sums)
-        counted = None if mask is None else counters
-        sizes = delta.shape[2], k.shape[2], FUSED[d][0]
-        launch_finish(dq_sums, dq, score_mod, *sizes, counted)
+        launch_keys(
+            *inputs, dk, dv, score_mod, FUSED[d], dq_sums, counters, deterministic
+        )
+        launch_finish(
+            dq_sums, dq, score_mod, delta.shape[2], k.shape[2], FUSED[d][0],
+            None if score_mod.mask is None else counters,
+        )  # fmt: skip
     if score_mod.sinks is None:
         return dq, dk, dv
     dsinks = score_gradients.of_sinks(delta, lse2, B, T_q, score_mod, None, PAD)

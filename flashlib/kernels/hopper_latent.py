@@ -432,7 +432,8 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
         return tuple(x.zero_() for x in new_like(q, k, v))
     do, delta, lse2, dq_sums, counters = prepare_backward(q, o, lse, do, dlse)
     dq, dk, dv = new_like(q, k, v)
-    sums = dq_sums, counters, deterministic
-    launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, *sums)
+    launch_keys(
+        q, k, v, do, delta, lse2, dk, dv, score_mod, dq_sums, counters, deterministic
+    )
     launch_finish(dq_sums, dq, score_mod, delta.shape[2], k.shape[2])
     return dq, dk, dv

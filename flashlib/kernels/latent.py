@@ -177,8 +177,8 @@ def configuration(cache, d_c):
     if INTERPRETED:
         return tables.INTERPRETER
     bits, _, *device, _ = tables.problem((cache,))
-    problem = bits, padded(d_c), *device, False, None
-    return tables.fitting("latent", CONFIGURATIONS, *problem)
+    columns = padded(d_c)
+    return tables.fitting("latent", CONFIGURATIONS, bits, columns, *device, False, None)
 
 
 def tile_rows(config, rows):

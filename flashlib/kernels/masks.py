@@ -165,14 +165,15 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in the computed dtype, scale >= 0, only T_k may be 0."""
     B, n = score_arguments.batch_and_sizes(q, k, v, packing)
     options = score_arguments.compiled_for(score_mod, packing, config, n)
-    read_from = q, k, v, score_mod, packing, config
+    change = tile_lists.change_with_lists(
+        tile_lists.of_queries, "o", q, k, v, score_mod, packing, config
+    )
     plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *score_arguments.operands((q, k, v), options["TILE"], packing),
         score_arguments.rows_of(o, packing), score_arguments.rows_of(lse, packing),
-        tile_lists.change_with_lists(tile_lists.of_queries, "o", *read_from),
-        score_arguments.starts_of(packing), *n, RAGGED=n.T_k % config.BLOCK_K != 0,
-        **options,
+        change, score_arguments.starts_of(packing), *n,
+        RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 
