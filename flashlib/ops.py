@@ -49,15 +49,15 @@ def refuse_transforms(of="attention", *_):
 
 
 def tensors_of(launcher):
-    """How many arguments are tensors or None; they come first."""
+    """How many parameters of a launcher are tensors or None; these come first."""
     parameters = inspect.signature(launcher).parameters.values()
     return sum(x.annotation in (Tensor, Tensor | None) for x in parameters)
 
 
 def operator(name, launcher, fake, of, gradient, save=None):
-    """Register a launcher as the operator ``flashlib::name``, and return that. fake
-    returns what the launcher would, for fake tensors; of is the public function that
-    errors name; gradient differentiates the operator, from what save keeps.
+    """Register a launcher as the operator ``flashlib::name``, and return the operator.
+    For fake tensors, fake returns what the launcher would. gradient computes the
+    gradients from what save has kept. Errors name the public function ``of``.
 
     There is a second operator, ``name_below_autograd``, which the first one calls. Only
     the second is in a compiled graph, since AOTAutograd has differentiated the first:
@@ -224,9 +224,9 @@ _apply = internals.apply_of(_Eager)
 
 
 class Composite:
-    """A function of other operators, as one operator in the graph of torch.compile.
-    What the function checks is not traced then: every check would be a guard of later
-    calls.
+    """A function of other operators, as one operator in the graph of torch.compile. The
+    checks in the function are then not traced, and do not become guards that every
+    later call evaluates.
     """
 
     def __init__(self, name, function):

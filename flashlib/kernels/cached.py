@@ -43,8 +43,8 @@ def load_pairs(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
     """What load_rows reads of a cache in 8 bits, two neighboring columns as a number of
     16 bits: [BLOCK_K, COLS / 2].
 
-    As such, tensor cores get a tile of values by the same loads as in 16 bits; single
-    bytes would be loaded one by one. ``in_pairs`` says for which caches.
+    Tensor cores then get a tile of values by the same loads as in 16 bits; single bytes
+    would be loaded one by one. ``in_pairs`` says which caches can be read like this.
     """
     cols = tl.arange(0, COLS // 2)
     starts = row_pointers(x, page, h, row).to(tl.pointer_type(tl.int16))

@@ -55,8 +55,8 @@ from flashlib.plain_checks import UNLIMITED
 
 
 class Changes(NamedTuple):
-    """What a call asks of scores and weights: a MaskOf, a FunctionOf, the tensor of
-    sinks ``[H]``; None where it does not.
+    """What a call changes: a MaskOf, a FunctionOf and the tensor of sinks ``[H]``, each
+    None where there is none. A kernel gets the Rules of the first two.
     """
 
     mask: Any = None

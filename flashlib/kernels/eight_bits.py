@@ -1,8 +1,8 @@
 """What kernels share that read rows of E4M3, each with a scale, from a cache.
 
-Tensor cores multiply the numbers as float16, which has all of them: converting two is
-one instruction, and to bfloat16 it would be several. So the other factors are float16
-too, and what has another range is scaled by powers of two.
+Tensor cores multiply the numbers as float16, which can represent all of them. To
+convert two takes one instruction; to bfloat16, it would take several. So the other
+factors are float16 too, scaled by powers of two where their range is larger.
 """
 
 import triton

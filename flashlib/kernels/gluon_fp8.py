@@ -42,7 +42,9 @@ class EightBitSizes(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of the inputs, and what the keys' mean takes from each L."""
+    """The scales of the inputs, and by how much the scores of each query are lower
+    without the mean of the keys.
+    """
 
     q: torch.Tensor  # [B, H, T_q]
     k: torch.Tensor  # [B, H_kv, blocks]

@@ -73,9 +73,9 @@ def keys_by_formula(
 
 @gluon.jit
 def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
-    """Head in the group, and row, of the n-th block of queries that a program takes. It
-    takes a block of all heads before the next one, the last block first, or, if
-    upward, the first.
+    """The head in its group and the first row of the n-th block of queries that a
+    program takes. A program takes a block of all heads before the next block. It begins
+    with the last block or, if upward, with the first.
     """
     number = n // GROUP
     if block.upward == 0:
@@ -103,7 +103,7 @@ def with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K):
         BLOCK_K,
     )  # fmt: skip
     by_batch, by_head = score_mod.mask.depends
-    # Of a query: itself, its gradient, and its row of dQ.
+    # The bytes of a row of Q, of dO and of dQ.
     query_bytes = q.shape[3] * (2 * q.element_size() + torch.float32.itemsize)
     return sizes._replace(
         paired=None, awaited=None,
@@ -129,8 +129,8 @@ def keys_by_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def entry_at(number, block):
-    """A pointer to the entry with this number in the order in which a program takes
-    those of its list; to the last one beyond it.
+    """A pointer to an entry of a program's list. Entries are numbered in the order in
+    which the program takes them; any number beyond the last one means the last one.
     """
     number = gl.maximum(gl.minimum(number, block.blocks - 1), 0)
     if block.falling != 0:
@@ -195,8 +195,8 @@ def head_in(n, sizes, block, notes):
 
 @gluon.jit
 def row_in(n, i, half: gl.constexpr, notes):
-    """The first query of this half of step n, in a consumer, which is i unless there
-    are notes, and the first of its notes.
+    """The first query of this half of step n, in a consumer, and the first note of the
+    step. Without notes these are i and 0.
     """
     tile = 0
     if notes is not None:

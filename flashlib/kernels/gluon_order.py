@@ -78,8 +78,8 @@ def choose_order(q, k, BLOCK_K, causal, left):
 
 @gluon.jit
 def section_of_lists(sizes):
-    """The heads of a section of a mask that is a function, and whether few queries see
-    the first keys.
+    """How many heads a section has with a mask that is a function, and whether few
+    queries see the first keys.
     """
     total = sizes.B * sizes.H_out
     # Few do where there is a window or documents. All sections then begin with the last
@@ -172,8 +172,8 @@ def give_part(c: gl.constexpr, part, n, parts):
 
 @gluon.jit
 def wait_until_added():
-    """Wait until this warp sees in memory what it started to add or store; after
-    tma.store_wait it has only left shared memory.
+    """Wait until what this warp started to add or store is in memory, where the warp
+    can see it. After tma.store_wait it has only left shared memory.
     """
     lanes = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
@@ -195,8 +195,9 @@ def add_or_store(dq_sums, corner, tile, turn):
 
 @gluon.jit
 def add_lines(c: gl.constexpr, dq_sums, line, turn, slot, slots):
-    """Start adding consumer c's tile in this slot to dq_sums, the descriptor of lines,
-    where the sums of its block of queries begin at this line, or storing it.
+    """Start adding consumer c's tile in this slot to the sums of its block of queries,
+    which begin at this line, or storing it there if turn is 0. dq_sums is the
+    descriptor of lines.
     """
     LINES: gl.constexpr = slots.shape[1]
     part = slots.index(slot * CONSUMERS + c)  # [LINES, LINE]
@@ -225,8 +226,9 @@ def lines_descriptor(dq_sums):
 
 @gluon.jit
 def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """The first row of dQ, of all heads, that step n of a program adds to, the counter
-    of the parts of its block, and how many of them come first.
+    """Where step n of a program adds its part of dQ: the first row, counted through all
+    heads, the counter of the parts of this block, and how many parts are added before
+    this one.
     """
     if sizes.lists is None:
         g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)

@@ -122,8 +122,8 @@ def own_task(seq_lens, queries, T_q, splits):
 
 @gluon.jit
 def page_of_block(table, task, n, strides, PAGE: gl.constexpr):
-    """The page of block n. Entries for rows that the split does not have are not read:
-    the page is then 0, and none of its rows is.
+    """The page of block n. For a block that the split does not have, no entry of the
+    table is read; the page is then 0, and none of its rows is read.
     """
     j = task.start + n * BLOCK_K
     entry = task.b.to(gl.int64) * strides[0] + (j // PAGE).to(gl.int64) * strides[1]

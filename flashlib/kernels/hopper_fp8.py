@@ -100,8 +100,8 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
     """One step of the inner loop for d up to 128: scores and weights of block j of
     keys, under P V of the one before.
 
-    acc, in units of the scale `unit` of values, is O of all blocks before that one, and
-    still wants a factor.
+    acc is O of all blocks before that one, in units of `unit`, a scale of values. It is
+    still to be multiplied by `factor`.
     """
     fours, acc, m, l, factor, unit, scale_k, scale_v = carried
     q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants
@@ -140,9 +140,9 @@ def add_values(n: gl.constexpr, acc, fours, factor, v_ring, count):
 
 @gluon.jit
 def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
-    """One step of the inner loop for d = 256, where registers hold O and a part of the
-    product P V, or O and scores: nothing of this consumer runs under its softmax, only
-    products of the other one.
+    """One step of the inner loop for d = 256, where registers hold O and either a part
+    of the product P V or scores. So no product of this consumer runs during its
+    softmax, only those of the other consumer.
     """
     acc, m, l, unit, scale_k, scale_v = carried
     q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants

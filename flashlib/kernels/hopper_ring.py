@@ -407,7 +407,7 @@ def launch(q, k, v, others, flags, o, lse, scale, arrival, tile):
 
 
 class Arrival(NamedTuple):
-    """Whose keys arrive, and how."""
+    """How the keys of the other ranks arrive at this one."""
 
     rank: int
     size: int

@@ -56,7 +56,7 @@ def with_ds(
     acc, q, k, v, do, delta, lse2, b, h, row, col, change, n, PADDED,
     PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """The sum acc [BLOCK_Q, BLOCK_K] and the tile of dS at (row, col) of a head."""
+    """acc [BLOCK_Q, BLOCK_K] plus the tile of dS at (row, col) of a head."""
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     h_kv = h // n.GROUP

@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
 
 class BatchHead(NamedTuple):
-    """Whose scores a program computes."""
+    """The batch and the head whose scores a program computes."""
 
     b: Any  # the batch, or the number of a packed sequence
     h: Any  # the head of queries
@@ -79,8 +79,8 @@ def sequence(starts, b, T, VARLEN: tl.constexpr):
 
 @triton.jit
 def padded_rows(b, start, h, H, PADDED, PAD: tl.constexpr, VARLEN: tl.constexpr):
-    """Where the rows of D and L of a sequence and head begin: a multiple of PAD belongs
-    to each sequence, at most PAD - 1 of them after its last row.
+    """Where the rows of D and L of a sequence and head begin. Each sequence has its
+    number of rows, rounded up to a multiple of PAD.
     """
     rows = (b * H + h).to(tl.int64) * PADDED
     if VARLEN:
