@@ -458,9 +458,10 @@ def decode_forward(
 
     cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
     cache_checks.check_cache(q, *cache, *scales, sinks, *captured)
-    keys = mask_key, (False, False), function_key, gathers
-    functions = score_mods.mask_and_function(*keys, captured, score_mods.Lists())
-    changes = decoding.Changes(*functions, sinks)
+    mask, function = score_mods.mask_and_function(
+        mask_key, (False, False), function_key, gathers, captured, score_mods.Lists()
+    )
+    changes = decoding.Changes(mask, function, sinks)
     return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 
 

@@ -317,10 +317,12 @@ def latent_keys_kernel(
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_ticket(counters, programs, sizes, CAUSAL)
+    number, head, falling, upward = take_ticket(counters, programs, sizes, CAUSAL)
     # Of the bounds, consume needs only row and blocks, which depend on no D: with a
     # causal mask it masks every block.
-    block = keys_by_formula(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
+    block = keys_by_formula(
+        number, head, falling, upward, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128
+    )
 
     k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)
     v_tile = make_slots(v.dtype, 1, BLOCK_K, FIRST).index(0)
@@ -373,12 +375,14 @@ def launch_keys(
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
     scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
-    order = choose_order(q, k, BLOCK, causal, left)
-    order = *order, EVERY_PART if deterministic else 1
+    section, mixed, paired = choose_order(q, k, BLOCK, causal, left)
     shape = [BLOCK_Q.value, COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     dq_sums = TensorDescriptor(dq_sums, [dq_sums.shape[0], d], [d, 1], shape, layout)
-    sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
+    sizes = BackwardSizes(
+        H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed, paired,
+        awaited=EVERY_PART if deterministic else 1,
+    )  # fmt: skip
     rows, first = BLOCK_Q.value, FIRST.value
     plans.launch(
         latent_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
