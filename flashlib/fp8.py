@@ -55,8 +55,9 @@ kept_signs = functools.cache(reference.signs)
 
 
 def signs(d, seed, device):
-    """The signs of the reference, kept for later calls. A mode may return a tensor
-    without values, which no other call may get.
+    """The signs of the reference, kept for later calls. While PyTorch traces a call or
+    a dispatch mode is active, they may be a fake tensor without values, so they are not
+    kept.
     """
     make = reference.signs if internals.needs_dispatcher() else kept_signs
     return make(d, seed, device)

@@ -1,9 +1,9 @@
 """The private parts of PyTorch and Triton that a call uses, each with a test in
 ``tests/test_internals.py`` that fails where a version has changed it.
 
-Not here are ``_reinterpret`` of a Gluon tile, which a kernel must name, ``_check`` of
-torch, which PyTorch documents, and what :mod:`flashlib.exercise` uses, which students
-receive alone.
+Three private parts are used elsewhere: ``_reinterpret`` of a Gluon tile, since only a
+kernel can call it, ``_check`` of torch, which PyTorch documents, and those in
+:mod:`flashlib.exercise`, since students receive that module alone.
 """
 
 import copy
@@ -34,8 +34,8 @@ def transforms_active():
 
 
 def is_batched(x):
-    """Whether x is one gradient for each of several results, as is_grads_batched of
-    torch.autograd.grad makes it: it has no address.
+    """Whether x is a batch of gradients that torch.autograd.grad computes at once, with
+    is_grads_batched. Such a tensor has no address.
     """
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
@@ -58,15 +58,16 @@ def apply_of(function):
 
 
 def outside_of_graphs(function):
-    """The function as torch.compile must call it: it breaks its graph there and traces
-    nothing inside. The public way imports the compiler even where nothing is compiled.
+    """The function, wrapped so that torch.compile breaks its graph at a call and traces
+    nothing inside. PyTorch's public decorator would import the compiler even where
+    nothing is compiled.
     """
     return torch._disable_dynamo(function)
 
 
 def constant_while_tracing(function):
     """The function, marked so that torch.compile calls it while it traces, and compiles
-    its result as a constant. The public way imports the compiler.
+    its result as a constant. The public decorator would import the compiler, too.
     """
     function._dynamo_marked_constant = True
     return function

@@ -308,10 +308,8 @@ class LatentAttention(torch.nn.Module):
             for w in ops.autocast(self.w_k, self.w_v)
         )
         plain = torch.einsum("bhtn,chn->bhtc", q[..., :d_n], w_k)
-        q, (table, lengths) = (
-            torch.cat([plain, q[..., d_n:]], dim=-1),
-            cache.batch(sequences),
-        )
+        q = torch.cat([plain, q[..., d_n:]], dim=-1)
+        table, lengths = cache.batch(sequences)
         o = api.decode_latent(
             q,
             cache.pages,

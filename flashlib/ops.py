@@ -49,15 +49,15 @@ def refuse_transforms(of="attention", *_):
 
 
 def tensors_of(launcher):
-    """How many arguments are tensors or None; they come first."""
+    """How many parameters of a launcher are tensors or None; these come first."""
     parameters = inspect.signature(launcher).parameters.values()
     return sum(x.annotation in (Tensor, Tensor | None) for x in parameters)
 
 
 def operator(name, launcher, fake, of, gradient, save=None):
-    """Register a launcher as the operator ``flashlib::name``, and return that. fake
-    returns what the launcher would, for fake tensors; of is the public function that
-    errors name; gradient differentiates the operator, from what save keeps.
+    """Register a launcher as the operator ``flashlib::name``, and return the operator.
+    For fake tensors, fake returns what the launcher would. gradient computes the
+    gradients from what save has kept. Errors name the public function ``of``.
 
     There is a second operator, ``name_below_autograd``, which the first one calls. Only
     the second is in a compiled graph, since AOTAutograd has differentiated the first:
@@ -224,9 +224,9 @@ _apply = internals.apply_of(_Eager)
 
 
 class Composite:
-    """A function of other operators, as one operator in the graph of torch.compile.
-    What the function checks is not traced then: every check would be a guard of later
-    calls.
+    """A function of other operators, as one operator in the graph of torch.compile. The
+    checks in the function are then not traced, and do not become guards that every
+    later call evaluates.
     """
 
     def __init__(self, name, function):
@@ -345,11 +345,12 @@ def flash_backward(
 
     checks.check_determinism(deterministic)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    read, score_mod = (q, k, v, o, lse, do, dlse), score_mods.unchanged(causal, scale)
+    tensors = q, k, v, o, lse, do, dlse
+    score_mod = score_mods.unchanged(causal, scale)
     wanted = method in ("auto", "hopper")
     if wanted and hopper_host.backward_refusal(q, k, v, score_mod) is None:
-        return _hopper_backward(q)(*read, score_mod, deterministic)
-    return backward.backward(*read, causal, scale, deterministic)
+        return _hopper_backward(q)(*tensors, score_mod, deterministic)
+    return backward.backward(*tensors, causal, scale, deterministic)
 
 
 flash = Differentiable(
@@ -395,17 +396,17 @@ def masked_backward(
     score_mod, packing = score_mod_and_packing(extra, options)
     no_dlse = dlse is None
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-    refusal, read = hopper_host.backward_refusal, (q, k, v, o, lse, do, dlse)
+    refusal, tensors = hopper_host.backward_refusal, (q, k, v, o, lse, do, dlse)
     if options.method == "flash2" or refusal(q, k, v, score_mod, packing) is not None:
         bias_gradient = options.bias_gradient
-        return masks_backward.backward(*read, score_mod, packing, bias_gradient)
-    dq, dk, dv, *dsinks = _hopper_backward(q)(*read, score_mod)
+        return masks_backward.backward(*tensors, score_mod, packing, bias_gradient)
+    dq, dk, dv, *dsinks = _hopper_backward(q)(*tensors, score_mod)
     dbias = q.new_empty(0)
     if extra.bias is not None and options.bias_gradient:
         # Another launch, which needs zeros of its own.
         dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-        read = q, k, v, o, lse, do, dlse
-        dbias = masks_backward.gradient_of_bias(*read, score_mod)
+        tensors = q, k, v, o, lse, do, dlse
+        dbias = masks_backward.gradient_of_bias(*tensors, score_mod)
     return dq, dk, dv, dbias, *(dsinks or (q.new_empty(0),))
 
 
@@ -457,9 +458,10 @@ def decode_forward(
 
     cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
     cache_checks.check_cache(q, *cache, *scales, sinks, *captured)
-    keys = mask_key, (False, False), function_key, gathers
-    functions = score_mods.mask_and_function(*keys, captured, score_mods.Lists())
-    changes = decoding.Changes(*functions, sinks)
+    mask, function = score_mods.mask_and_function(
+        mask_key, (False, False), function_key, gathers, captured, score_mods.Lists()
+    )
+    changes = decoding.Changes(mask, function, sinks)
     return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 
 
@@ -487,15 +489,16 @@ def decode_latent_forward(
     """
     from flashlib.kernels import hopper_host, latent
 
-    read = q, cache, seq_lens, block_table
-    cache_checks.check_latent_cache(*read, scales)
+    cache_checks.check_latent_cache(q, cache, seq_lens, block_table, scales)
     cache_checks.check_latent_pairs(cache, d_c)
     refusal = hopper_host.absorbed_refusal
     if on_hopper(method, refusal, q, cache, block_table, d_c):
         from flashlib.kernels import hopper_absorbed
 
-        return hopper_absorbed.forward(*read, splits, d_c, scale)
-    return latent.forward(*read, splits, d_c, scale, scales)
+        return hopper_absorbed.forward(
+            q, cache, seq_lens, block_table, splits, d_c, scale
+        )
+    return latent.forward(q, cache, seq_lens, block_table, splits, d_c, scale, scales)
 
 
 def _fake_latent(

@@ -25,7 +25,8 @@ import torch
 
 from flashlib import internals
 
-# Plans, or tensor maps of a descriptor; with one more, all are forgotten.
+# The most plans, or tensor maps of one descriptor, that are kept. All of them are
+# dropped before one more is added.
 MOST_KEPT = 1024
 PLANS = {}  # {(launcher, deterministic mode, options, *facts of tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
@@ -58,8 +59,8 @@ def facts(x):
 
 
 def run(launcher, tensors, options=()):
-    """launcher(*tensors, *options), by its plan. A tensor may be None; options are what
-    a dictionary takes as a key.
+    """What launcher(*tensors, *options) computes, by running its plan. A tensor may be
+    None; options must be hashable.
     """
     # Launchers may refuse what the deterministic mode forbids.
     mode = torch.are_deterministic_algorithms_enabled()
@@ -150,7 +151,9 @@ class Plan:
 
 
 def returned(results):
-    """A function of the tensors by place that returns what a launcher did."""
+    """A function that takes the tensors of a run, in the order of their places, and
+    returns those that the launcher returned as Specs.
+    """
     if results is None:
         return lambda tensors: None
     if isinstance(results, Spec):
@@ -159,7 +162,7 @@ def returned(results):
     return lambda tensors: tuple([tensors[n] for n in places])
 
 
-# -- what a launcher sees and asks for
+# -- the Specs that a launcher gets, whose methods add steps to its plan
 
 
 def require_memory(x):
@@ -230,8 +233,9 @@ class Spec:
         shape, strides = (
             (*x[:-2], x[-1], x[-2]) for x in (tuple(self.shape), self.strides)
         )
-        about = self.dtype, self.device, self.past, self.place
-        return Spec(self.plan, shape, strides, *about)
+        return Spec(
+            self.plan, shape, strides, self.dtype, self.device, self.past, self.place
+        )
 
     def is_contiguous(self):
         """Whether the elements are dense, in the order of the dimensions."""
@@ -246,11 +250,11 @@ class Spec:
     def new_empty_strided(self, shape, strides, dtype=None):
         """A new tensor with these strides."""
         x = Spec(self.plan, shape, strides, dtype or self.dtype, self.device)
-        make, place, about = internals.empty_strided(x.device), x.place, x.dtype
+        make, place, dtype = internals.empty_strided(x.device), x.place, x.dtype
         shape = tuple(shape)
 
         def allocate(tensors, how):
-            tensors[place] = make(shape, strides, about)
+            tensors[place] = make(shape, strides, dtype)
 
         self.plan.steps.append(allocate)
         return x

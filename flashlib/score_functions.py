@@ -171,10 +171,8 @@ class Score:
         if not isinstance(other, Score):
             raise wrong("score", "a Score", type(other).__name__, TypeError)
         made = object.__new__(Score)
-        made.key, made.gathers = (
-            combined(self.key, other.key),
-            self.gathers or other.gathers,
-        )
+        made.key = combined(self.key, other.key)
+        made.gathers = self.gathers or other.gathers
         known = self.rule.derivative is not None and other.rule.derivative is not None
         derivative = chain_rule if known else None
         made.rule = Rule(one_after_other, (self.rule, other.rule), derivative)

@@ -320,15 +320,15 @@ def run_hopper(job, q, k, v, causal, scale):
     rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
     read, results = (q, k, v, o, delta, lse2), (k.clone(), v.clone(), score_mod)
-    held, counters = torch.empty(lse2.numel(), q.shape[3]), lse2.int()
-    sums = held, counters, job["deterministic"]
+    dq_sums, counters = torch.empty(lse2.numel(), q.shape[3]), lse2.int()
+    sums = dq_sums, counters, job["deterministic"]
     if job["kernel"] == "latent_keys":
         hopper_latent.launch_keys(*read, *results, *sums)
     elif job["kernel"] == "latent_finish":
-        hopper_latent.launch_finish(held, q.clone(), score_mod, rows, k.shape[2])
+        hopper_latent.launch_finish(dq_sums, q.clone(), score_mod, rows, k.shape[2])
     elif job["kernel"] == "finish":
         sizes = rows, k.shape[2], hopper_backward.FUSED[q.shape[3]][0]
-        gluon_order.launch_finish(held, q.clone(), score_mod, *sizes, counters)
+        gluon_order.launch_finish(dq_sums, q.clone(), score_mod, *sizes, counters)
     elif job["kernel"] == "queries":
         hopper_backward.launch_queries(*read, q.clone(), score_mod, job["row"])
     elif job["kernel"] in ("fused", "masked"):

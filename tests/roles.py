@@ -31,17 +31,17 @@ BACKWARD = (
     "copy_queries", "produce_queries", "add_queries", "consume_queries", "keys_kernel",
     # of gluon_backward, gluon_keys, gluon_fused, gluon_order and gluon_scores
     "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
-    "own_keys", "block_of", "count_steps", "head_in", "row_in", "own_factors",
-    "own_rows", "start_product", "start_scores", "start_half", "start_part", "add_half",
-    "give_last_part",
+    "keys_by_formula", "block_of", "count_steps", "head_in", "row_in", "own_factors",
+    "own_rows", "start_product", "start_first_scores", "start_half", "start_part",
+    "add_half", "give_last_part",
     "take_ticket", "make_parts", "store_part", "part_stored", "give_part",
-    "add_or_store", "add_part", "count_part", "next_turn", "add_parts",
+    "add_or_store", "add_lines", "count_part", "next_turn", "add_parts",
     "change_transposed", "less_bias", "times_derivative",
 )  # fmt: skip
 # What it takes from a list, with a mask that is a function.
 LISTED = (
-    "listed_section", "own_list", "entry_at", "queries_of", "make_notes", "note",
-    "noted", "without_hidden",
+    "section_of_lists", "keys_by_list", "entry_at", "queries_of", "make_notes",
+    "store_note", "read_note", "without_hidden",
 )  # fmt: skip
 SWIZZLED = 64  # columns of 16 bits that shared memory keeps together
 LIMIT = 60  # seconds that a role waits at a barrier

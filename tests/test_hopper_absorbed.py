@@ -181,7 +181,7 @@ THREADS = (
     ((700,), 33, 2, 128, 1), ((256, 70), 16, 3, 256, 5),
 )  # fmt: skip
 ROLES = (
-    "own_task", "find_page", "produce", "start_output", "scaled_rows", "attend",
+    "own_task", "page_of_block", "produce", "start_output", "scaled_rows", "attend",
     "store_output", "weigh", "add", "absorbed_kernel",
     # of gluon_forward
     "make_ring", "tile_in", "coordinates", "copy", "refill", "release", "start_scores",

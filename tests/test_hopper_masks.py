@@ -146,8 +146,8 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
         atomic_add=lambda turns, one, sem: next(ticket),
         load=lambda place: numbers[place],
     )
-    functions = ("take_ticket", "listed_section", "own_list", "entry_at", "queries_of")
-    functions += ("count_steps", "next_turn")
+    functions = ("take_ticket", "section_of_lists", "keys_by_list", "entry_at")
+    functions += ("queries_of", "count_steps", "next_turn")
     names = {"gl": language, "MOST_HEADS": gluon_order.MOST_HEADS.value}
     kernel = as_python(functions, **vars(gluon_keys) | vars(gluon_order) | names)
     (B, H, T_q, _), (H_kv, T_k) = q.shape, k.shape[1:3]
@@ -161,7 +161,7 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
     programs = -(-T_k // BLOCK_K)
     for _ in range(B * H_kv * programs):
         *taken, _ = kernel.take_ticket(None, programs, sizes, False)
-        block = kernel.own_list(*taken, sizes, BLOCK_K)
+        block = kernel.keys_by_list(*taken, sizes, BLOCK_K)
         steps = range(kernel.count_steps(block, sizes))
         how = sizes, block, BLOCK_Q, BLOCK_K
         yield block, [kernel.next_turn(n, 0, *how) for n in steps]

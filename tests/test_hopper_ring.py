@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from flashlib.kernels import gluon_forward, hopper_ring
+from flashlib.kernels import gluon_forward, gluon_tasks, hopper_ring
 from flashlib.reference.ring import zigzag_positions
 from flashlib.ring_passes import parts_of
 
@@ -47,7 +47,7 @@ def stand_ins(loads):
     return {
         "gl": gl,
         "ROWS": 64,
-        "Task": hopper_ring.Task,
+        "RingTask": hopper_ring.RingTask,
         "Blocks": hopper_ring.Blocks,
         "range": lambda *x: range(*map(int, x)),
         "refill": lambda x, b, h, row, *_: loads.append((x, int(b), int(h), int(row))),
@@ -59,10 +59,10 @@ def stand_ins(loads):
 def functions(loads):
     """The kernel's functions in Python."""
     names = stand_ins(loads)
-    sources = {"block_counts": gluon_forward}
+    sources = {"block_counts": gluon_forward, "head_and_block": gluon_tasks}
     for name in (
         "task_at", "blocks_of", "load_keys", "load_whole", "produce", "masked_block",
-        "block_counts",
+        "block_counts", "head_and_block",
     ):  # fmt: skip
         code = getattr(sources.get(name, hopper_ring), name).fn.__code__
         names[name] = types.FunctionType(code, names)

@@ -42,7 +42,7 @@ def rows(start, size, T):
 
 
 KERNEL = as_python(
-    ("take_ticket", "own_keys", "next_turn", "block_of"),
+    ("take_ticket", "keys_by_formula", "next_turn", "block_of"),
     **vars(gluon_keys) | vars(gluon_order) | {"gl": LANGUAGE},
 )
 
@@ -64,7 +64,7 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
     ticket, programs = itertools.count(), cdiv(T_k, BLOCK_K)
     for _ in range(B * H_kv * programs):
         taken = KERNEL.take_ticket(ticket, programs, sizes, causal)
-        block = KERNEL.own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, causal, d)
+        block = KERNEL.keys_by_formula(*taken, sizes, BLOCK_Q, BLOCK_K, causal, d)
         assert block.band + block.full <= block.blocks
         first = sizes.GROUP * block.band * block.upward
         unmasked = range(first, first + sizes.GROUP * block.full)

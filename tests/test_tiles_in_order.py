@@ -109,7 +109,7 @@ class Program:
         run = kernel(language, push=self.push, refill=self.refill)
         run.produce("q", "k", "v", None, None, sizes, self.shared, CAUSAL)
         assert self.k.copied == self.v.copied
-        change = gluon_scores.GluonChange(None, None, None, None)
+        change = gluon_scores.GluonChange()
         how = sizes, change, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
         self.used = [self.consume(c, language, how) for c in range(tile.CONSUMERS)]
 

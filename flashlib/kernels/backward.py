@@ -403,7 +403,9 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
 
 
 def arguments(q, k, v, do, config):
-    """What kernels read (tensors, strides), the sizes, what they are compiled for."""
+    """The tensors that the kernels read and their strides, the Sizes, and what the
+    kernels are compiled for.
+    """
     n, strides = inputs.sizes(q, k, v), Strides(*(x.stride() for x in (q, k, v, do)))
     options = tables.compiled_for(config, n, backward=True)
     return (*descriptors.operands((q, k, v, do), options["TILE"]), strides), n, options

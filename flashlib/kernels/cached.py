@@ -17,9 +17,9 @@ def in_pairs(x):
 
 
 @triton.jit
-def within(keys, oldest, length):
-    """Which keys are before `length`, and not before the oldest one that a query sees,
-    which is None without a window.
+def in_range(keys, oldest, length):
+    """Which keys are before `length` and not before the oldest one that a query sees;
+    oldest is None without a window.
     """
     inside = keys < length
     if oldest is not None:
@@ -30,11 +30,11 @@ def within(keys, oldest, length):
 @triton.jit
 def load_rows(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
     """The rows [BLOCK_K, COLS] of head h of a cache for these keys of a sequence, zeros
-    for those that are not within; row is [BLOCK_K], page too or one for all.
+    for those that are not in range. row is [BLOCK_K]; page is too, or one for all keys.
     """
     cols = tl.arange(0, COLS)
     # There may be NaN before the window, and a weight of 0 times NaN is NaN.
-    inside = within(keys, oldest, length)[:, None] & (cols < d)[None, :]
+    inside = in_range(keys, oldest, length)[:, None] & (cols < d)[None, :]
     return tl.load(pointers(x, page, h, row, cols), mask=inside, other=0.0)
 
 
@@ -43,19 +43,19 @@ def load_pairs(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
     """What load_rows reads of a cache in 8 bits, two neighboring columns as a number of
     16 bits: [BLOCK_K, COLS / 2].
 
-    As such, tensor cores get a tile of values by the same loads as in 16 bits; single
-    bytes would be loaded one by one. ``in_pairs`` says for which caches.
+    Tensor cores then get a tile of values by the same loads as in 16 bits; single bytes
+    would be loaded one by one. ``in_pairs`` says which caches can be read like this.
     """
     cols = tl.arange(0, COLS // 2)
     starts = row_pointers(x, page, h, row).to(tl.pointer_type(tl.int16))
-    inside = within(keys, oldest, length)[:, None] & (cols < d // 2)[None, :]
+    inside = in_range(keys, oldest, length)[:, None] & (cols < d // 2)[None, :]
     return tl.load(starts[:, None] + cols[None, :], mask=inside, other=0)
 
 
 @triton.jit
 def load_scales(x, page, h, row, keys, oldest, length):
     """The scales [BLOCK_K] of the rows that load_rows reads, 0 where it reads zeros."""
-    inside = within(keys, oldest, length)
+    inside = in_range(keys, oldest, length)
     return tl.load(row_pointers(x, page, h, row), mask=inside, other=0.0)
 
 
@@ -75,6 +75,6 @@ def find_page(table, b, j, oldest, length, PAGE: tl.constexpr, BLOCK_K: tl.const
         else:
             keys = j + tl.arange(0, BLOCK_K)
             entries += keys // PAGE * table.strides[1]
-            inside = within(keys, oldest, length)
+            inside = in_range(keys, oldest, length)
             page = tl.load(entries, mask=inside, other=0)  # [BLOCK_K]
     return page

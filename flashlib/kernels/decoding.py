@@ -32,7 +32,12 @@ from flashlib.kernels.cached import (
     load_rows,
     load_scales,
 )
-from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
+from flashlib.kernels.eight_bits import (
+    in_units,
+    split_pairs,
+    units_of,
+    weighted_softmax,
+)
 from flashlib.kernels.score_arguments import for_kernel
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
@@ -50,8 +55,8 @@ from flashlib.plain_checks import UNLIMITED
 
 
 class Changes(NamedTuple):
-    """What a call asks of scores and weights: a MaskOf, a FunctionOf, the tensor of
-    sinks ``[H]``; None where it does not.
+    """What a call changes: a MaskOf, a FunctionOf and the tensor of sinks ``[H]``, each
+    None where there is none. A kernel gets the Rules of the first two.
     """
 
     mask: Any = None
@@ -150,7 +155,7 @@ def split_kernel(
         # -- output
         if PAIRS:
             pairs = load_pairs(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
-            v_even, v_odd = apart(pairs)
+            v_even, v_odd = split_pairs(pairs)
             p = p.to(v_odd.dtype)
             even = tl.dot(p, v_even, even * alpha[:, None])
             odd = tl.dot(p, v_odd, odd * alpha[:, None])
@@ -367,9 +372,11 @@ def forward(
     if left >= capacity:
         left = UNLIMITED  # a window that no sequence outgrows
     splits = splits or choose_splits(q, k, capacity, config)
-    parts = new_parts(o, lse, splits)
-    read = q, k, v, block_table, seq_lens
-    launch_splits(*read, *parts, left, scale, config, changes, scales)
+    o_parts, lse_parts = new_parts(o, lse, splits)
+    launch_splits(
+        q, k, v, block_table, seq_lens, o_parts, lse_parts, left, scale, config,
+        changes, scales,
+    )  # fmt: skip
     if splits > 1:
-        launch_merge(*parts, o, lse, changes.sinks)
+        launch_merge(o_parts, lse_parts, o, lse, changes.sinks)
     return o.to(dtype), lse

@@ -52,9 +52,11 @@ def packed_descriptor(x, rows, cols):
     """A descriptor of packed x ``[total, H, d]`` that reads zeros and writes nothing
     outside of a sequence, as triton.tools.ragged_tma makes it.
 
-    Row r of the rows before row e is at the coordinates (WRAP, e, h, WRAP - length +
-    r). The fourth ends at WRAP, where the sequence does; what it is too large by, WRAP
-    rows, the first takes back: WRAP times 2^34 elements are a multiple of 2^64 bytes.
+    Row r of a sequence that ends before row e is at the coordinates (WRAP, e, h, WRAP -
+    length + r). The fourth coordinate must be below WRAP, so rows after the end of the
+    sequence are outside. It is too large by WRAP rows. The first coordinate subtracts
+    these, since addresses wrap around: WRAP times 2^34 elements are a multiple of 2^64
+    bytes.
     """
     # Strides of dimensions of one as in descriptor.
     row, head = (x.stride(n) if x.shape[n] > 1 else 16 for n in (0, 1))

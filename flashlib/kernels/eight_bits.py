@@ -1,8 +1,8 @@
 """What kernels share that read rows of E4M3, each with a scale, from a cache.
 
-Tensor cores multiply the numbers as float16, which has all of them: converting two is
-one instruction, and to bfloat16 it would be several. So the other factors are float16
-too, and what has another range is scaled by powers of two.
+Tensor cores multiply the numbers as float16, which can represent all of them. To
+convert two takes one instruction; to bfloat16, it would take several. So the other
+factors are float16 too, scaled by powers of two where their range is larger.
 """
 
 import triton
@@ -12,7 +12,7 @@ from flashlib.kernels import INTERPRETED
 
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 # Scales below it count as it, so that sums of weights over scales stay finite.
-LEAST_SCALE = tl.constexpr(2.0**-100)
+LEAST_CACHED_SCALE = tl.constexpr(2.0**-100)
 EXPONENT_BITS = tl.constexpr(0x7F800000)  # of a float32
 # The bytes of two registers, pairs of neighbors, become the first and the second of
 # each pair in float16; Triton would move byte by byte.
@@ -35,7 +35,8 @@ UNPACK = tl.constexpr(
 @triton.jit
 def units_of(most):
     """Powers of two [ROWS] under which numbers of at most ``most`` are below 2^15."""
-    bits = tl.maximum(most, LEAST_SCALE).to(tl.int32, bitcast=True) & EXPONENT_BITS
+    most = tl.maximum(most, LEAST_CACHED_SCALE)
+    bits = most.to(tl.int32, bitcast=True) & EXPONENT_BITS
     return bits.to(tl.float32, bitcast=True) * 2.0**-14
 
 
@@ -48,7 +49,7 @@ def in_units(x, units):
 
 
 @triton.jit
-def apart(pairs):
+def split_pairs(pairs):
     """The first and the second number of each pair, in float16."""
     if IN_INTERPRETER:  # which has no inline assembly
         first, second = pairs.to(tl.uint8), (pairs >> 8).to(tl.uint8)
@@ -71,7 +72,7 @@ def weighted_softmax(s, m, l, scale_log2, scales, seen):
     its scale is below 2 and fits float16; l is still a sum of weights.
     """
     # A scale of NaN stays one.
-    scales = tl.maximum(scales, LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+    scales = tl.maximum(scales, LEAST_CACHED_SCALE, propagate_nan=tl.PropagateNan.ALL)
     exponents = (scales.to(tl.int32, bitcast=True) >> 23) - 127
     inverse = ((127 - exponents) << 23).to(tl.float32, bitcast=True)  # 2^-exponents
     z = s * scale_log2 + exponents.to(tl.float32)[None, :]

@@ -19,7 +19,7 @@ from flashlib.kernels import INTERPRETED, inputs, padded
 from flashlib.kernels.tiles import as_rows, load_tile
 
 LARGEST_E4M3 = tl.constexpr(448.0)
-LEAST_SCALE = tl.constexpr(2.0**-120)
+LEAST_ROUNDING_SCALE = tl.constexpr(2.0**-120)
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 QUERY_ROWS = 64  # queries of a program
 KEYS = 128  # keys of a block, which share a scale, and values
@@ -74,9 +74,9 @@ def hadamard(n, W: tl.constexpr):
 @triton.jit
 def to_scale(most):
     """The scale under which the largest number becomes the largest of the type; at
-    least LEAST_SCALE, so that its inverse is finite.
+    least LEAST_ROUNDING_SCALE, so that its inverse is finite.
     """
-    scale = tl.maximum(tl.div_rn(most, LARGEST_E4M3), LEAST_SCALE)
+    scale = tl.maximum(tl.div_rn(most, LARGEST_E4M3), LEAST_ROUNDING_SCALE)
     return tl.where(most > 0.0, scale, 1.0)
 
 

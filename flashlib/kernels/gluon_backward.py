@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.descriptors import describable
 from flashlib.kernels.gluon_bias import copy_bias
-from flashlib.kernels.gluon_keys import note
+from flashlib.kernels.gluon_keys import store_note
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator, make_slots
 
 CONSUMERS = gl.constexpr(2)  # of a program
@@ -35,9 +35,7 @@ WARPS |= {"num_warps": 4, "maxnreg": 168}
 
 
 class BackwardSizes(NamedTuple):
-    """What the kernels of hopper_backward.py and hopper_latent.py are told about the
-    problem.
-    """
+    """What the kernels that compute dK and dV are told about the problem."""
 
     H_out: int  # heads of the result: H for dQ, H_kv for dK and dV
     GROUP: int
@@ -68,7 +66,7 @@ class BackwardSizes(NamedTuple):
 
 
 class BackwardShared(NamedTuple):
-    """The shared memory of a program of hopper_backward.py."""
+    """The shared memory of a program of hopper_backward.keys_kernel."""
 
     notes: tuple | None  # what gluon_keys.make_notes returns, if there are lists
     own: tuple  # the two tiles [rows, D] that belong to its result
@@ -77,12 +75,11 @@ class BackwardShared(NamedTuple):
     statistics: tuple  # slots for lse2 and delta of the same rows
     ds: gl.shared_memory_descriptor  # two slots [BLOCK_K, BLOCK_Q]
     ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
-    p: gl.shared_memory_descriptor  # the same for P, used if D = 256
-    p_ready: gl.shared_memory_descriptor
-    parts: Ring  # of dQ, one for each consumer in a slot, as lines
-    bias_ready: (
-        gl.shared_memory_descriptor | None
-    )  # two barriers, of a bias copied to ds
+    p: gl.shared_memory_descriptor | None  # the same for P, if D = 256
+    p_ready: gl.shared_memory_descriptor | None
+    parts: Ring | None  # of dQ, one for each consumer in a slot, as lines, if D < 256
+    # Two barriers, of a bias that is copied to ds.
+    bias_ready: gl.shared_memory_descriptor | None
 
 
 @gluon.jit
@@ -164,8 +161,8 @@ def copy_queries(tensors, n, h, row, partial, H, block, shared):
     slot = n % SLOTS
     mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
     if shared.notes is not None:
-        note(2 * row + partial, shared.notes[0], slot)
-        note(h, shared.notes[1], slot)
+        store_note(2 * row + partial, shared.notes[0], slot)
+        store_note(h, shared.notes[1], slot)
     ready = ring.ready.index(slot)
     mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
     copy_pair((q, do), (b, h, row, 0), ready, pair_in(ring.slots, slot))
@@ -199,23 +196,23 @@ def store_keys(c: gl.constexpr, outputs, sums, cols, scale, steps, block, shared
     tma.store_wait(0)
 
 
-def prepared(q, o, lse, do, dlse, fused=True):
-    """``(do, delta, lse2, held, counters)``: what a backward kernel takes in addition
-    to q, k and v.
+def prepare_backward(q, o, lse, do, dlse, fused=True):
+    """``(do, delta, lse2, dq_sums, counters)``, which a backward kernel takes in
+    addition to q, k and v.
 
     do is dO, copied if the copy engine (TMA) cannot read it. delta and lse2 are D and L
-    in base 2, float32 ``[B, H, PADDED]``, PADDED rows being a multiple of PAD. If
-    fused, held is a new buffer in which the kernel adds up dQ, float32 ``[B H PADDED,
-    d]``, and counters are zeros with which it counts the parts, int32; otherwise both
-    are None.
+    in base 2, float32 ``[B, H, PADDED]``, where PADDED is a multiple of PAD. If fused,
+    dq_sums is a new buffer in which the kernel adds up dQ, float32 ``[B H PADDED, d]``,
+    and counters are zeros with which it counts the parts, int32; otherwise both are
+    None.
     """
-    (B, H, T_q, d), held, counters = q.shape, None, None
+    (B, H, T_q, d), dq_sums, counters = q.shape, None, None
     do = do if describable(do) else do.contiguous()
     padded = triton.cdiv(T_q, PAD) * PAD
     delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
     if fused:
-        held = lse.new_empty(B * H * padded, d)
+        dq_sums = lse.new_empty(B * H * padded, d)
         # More than needed: each program of delta_kernel zeros one.
         counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
     launch_delta(o, lse, do, dlse, delta, lse2, counters)
-    return do, delta, lse2, held, counters
+    return do, delta, lse2, dq_sums, counters

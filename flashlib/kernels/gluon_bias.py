@@ -57,12 +57,13 @@ def times(n, stride):
 
 @gluon.jit
 def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
-    """The bias of queries row + i and keys col + j, where i and j, two-dimensional,
-    broadcast against each other: beyond the last query that of the last one, and beyond
-    the last key 0, unless all are INSIDE.
+    """The bias of queries row + i and keys col + j, where i and j are two-dimensional
+    and broadcast against each other. Queries beyond the last one get its bias, and keys
+    beyond the last one get 0.
 
-    Without a mask, a load can take two elements at once. The place in a tile fits in 32
-    bits (``hopper_host.FARTHEST_BIAS``), which saves registers.
+    If all keys are INSIDE, the load has no mask and can take two elements at once. The
+    offset in a tile fits in 32 bits (``hopper_host.FARTHEST_BIAS``), which saves
+    registers.
     """
     i = gl.minimum(i, sizes.T_q - 1 - row)
     by = change.strides

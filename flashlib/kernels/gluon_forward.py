@@ -74,9 +74,9 @@ def make_ring(
     D: gl.constexpr,
     readers: gl.constexpr,
 ):
-    """A ring of slots for tiles [rows, D], of which the sides must be powers of two:
-    192 columns are 128 in the slots and 64 in the rest. Where no reader says that it is
-    done, nothing waits for `empty`, and `ready` is in its place.
+    """A ring of slots for tiles [rows, D]. The sides of a tile must be powers of two,
+    so 192 columns are 128 in the slots and 64 in the rest. If readers is 0, no barrier
+    `empty` is needed, and the field has `ready` again.
     """
     FIRST: gl.constexpr = first_columns(D)
     slots = make_slots(dtype, SLOTS, rows, FIRST)

@@ -25,7 +25,7 @@ from flashlib.kernels.gluon_tiles import ROWS
 EXPONENT = gl.constexpr(8.0)
 # The least scale of scores: under 0, -inf, the score of a key that is not seen, would
 # become NaN.
-LEAST_SCALE = gl.constexpr(1e-30)
+LEAST_SCORE_SCALE = gl.constexpr(1e-30)
 
 
 class EightBitSizes(NamedTuple):
@@ -42,7 +42,9 @@ class EightBitSizes(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of the inputs, and what the keys' mean takes from each L."""
+    """The scales of the inputs, and by how much the scores of each query are lower
+    without the mean of the keys.
+    """
 
     q: torch.Tensor  # [B, H, T_q]
     k: torch.Tensor  # [B, H_kv, blocks]

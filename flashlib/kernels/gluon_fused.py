@@ -79,10 +79,10 @@ def start_product(c: gl.constexpr, factor, slots, n, half: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(c: gl.constexpr, own, n, steps, shared):
-    """Start S^T = K Q^T of the first half of the n-th block, once it is there; after
-    the last block, of whatever its slot holds. With fewer steps than slots nothing was
-    ever copied there. Nobody uses that result.
+def start_first_scores(c: gl.constexpr, own, n, steps, shared):
+    """Start S^T = K Q^T of the first half of the n-th block, once the block is there.
+    After the last block, the product reads whatever is in the next slot, to which
+    nothing was copied if there are fewer steps than slots. Its result is not used.
     """
     SLOTS: gl.constexpr = shared.ring.slots[0].shape[0]
     ready = shared.ring.ready.index(n % SLOTS)
@@ -167,7 +167,7 @@ def add_half(
         part_stored(before, shared.parts, n > 0)
     elif half == 1:
         # -- d = 64, second half: the first scores of block n + 1
-        s = start_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
+        s = start_first_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
         dk, dv = warpgroup_mma_wait(1, [dk, dv])
         mbarrier.arrive(shared.ring.empty.index(slot))
     else:
@@ -176,7 +176,7 @@ def add_half(
         part = start_part(c, n, shared)  # [ROWS, ROWS]
         dk, dv = warpgroup_mma_wait(1, [dk, dv])
         mbarrier.arrive(shared.ring.empty.index(slot))
-        s = start_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
+        s = start_first_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
         part = warpgroup_mma_wait(1, [part])
         give_part(c, part, n, shared.parts)
     # ptxas lets no product run from one round of a loop into the next if its sums are
@@ -188,8 +188,8 @@ def add_half(
 
 @gluon.jit
 def give_last_part(c: gl.constexpr, steps, shared):
-    """Give the part of dQ that the last step leaves at d = 64; a mask may leave no
-    step.
+    """Give the part of dQ that is missing after the last step at d = 64. There is none
+    if a mask leaves no step.
     """
     if shared.own[0].shape[1] == 64 and steps > 0:
         mbarrier.wait(shared.ds_ready, (steps - 1) & 1)

@@ -40,7 +40,7 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def own_keys(
+def keys_by_formula(
     number, head, falling, upward, sizes,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -73,9 +73,9 @@ def own_keys(
 
 @gluon.jit
 def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
-    """Head in the group, and row, of the n-th block of queries that a program takes. It
-    takes a block of all heads before the next one, the last block first, or, if
-    upward, the first.
+    """The head in its group and the first row of the n-th block of queries that a
+    program takes. A program takes a block of all heads before the next block. It begins
+    with the last block or, if upward, with the first.
     """
     number = n // GROUP
     if block.upward == 0:
@@ -98,10 +98,12 @@ def with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K):
     """BackwardSizes with the lists of a mask that is a function."""
     device = torch.cuda.get_device_properties(q.device)
     B, n = score_arguments.batch_and_sizes(q, k, k, None)
-    problem = q, score_mod, None, B, n, BLOCK_Q, BLOCK_K
-    lists = tile_lists.found(tile_lists.in_order, "hopper_gradients", *problem)
+    lists = tile_lists.found(
+        tile_lists.in_order, "hopper_gradients", q, score_mod, None, B, n, BLOCK_Q,
+        BLOCK_K,
+    )  # fmt: skip
     by_batch, by_head = score_mod.mask.depends
-    # Of a query: itself, its gradient, and its row of dQ.
+    # The bytes of a row of Q, of dO and of dQ.
     query_bytes = q.shape[3] * (2 * q.element_size() + torch.float32.itemsize)
     return sizes._replace(
         paired=None, awaited=None,
@@ -112,7 +114,7 @@ def with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K):
 
 
 @gluon.jit
-def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
+def keys_by_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
     """The Keys of a program: block ``number`` of keys, of a head of B H_kv, with its
     list. If falling, the program takes the first queries first.
     """
@@ -127,8 +129,8 @@ def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def entry_at(number, block):
-    """A pointer to the entry with this number in the order in which a program takes
-    those of its list; to the last one beyond it.
+    """A pointer to an entry of a program's list. Entries are numbered in the order in
+    which the program takes them; any number beyond the last one means the last one.
     """
     number = gl.maximum(gl.minimum(number, block.blocks - 1), 0)
     if block.falling != 0:
@@ -156,14 +158,14 @@ def make_notes(SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def note(x, slots, slot):
+def store_note(x, slots, slot):
     """Store a number, in a producer."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slots.index(slot).store(gl.full([1], x, gl.int32, layout))
 
 
 @gluon.jit
-def noted(slots, slot):
+def read_note(slots, slot):
     """The number that the producer has stored."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(slots.index(slot).load(layout), 0)
@@ -185,7 +187,7 @@ def count_steps(block, sizes):
 def head_in(n, sizes, block, notes):
     """The head of the queries of step n, in a consumer."""
     if notes is not None:
-        h = noted(notes[1], n % notes[1].shape[0])
+        h = read_note(notes[1], n % notes[1].shape[0])
     else:
         h = block.h * sizes.GROUP + n % sizes.GROUP
     return h
@@ -193,12 +195,12 @@ def head_in(n, sizes, block, notes):
 
 @gluon.jit
 def row_in(n, i, half: gl.constexpr, notes):
-    """The first query of this half of step n, in a consumer, which is i unless there
-    are notes, and the first of its notes.
+    """The first query of this half of step n, in a consumer, and the first note of the
+    step. Without notes these are i and 0.
     """
     tile = 0
     if notes is not None:
-        tile = noted(notes[0], n % notes[0].shape[0])
+        tile = read_note(notes[0], n % notes[0].shape[0])
         i = tile // 2 + half * ROWS
     return i, tile
 

@@ -28,8 +28,8 @@ class Queries(NamedTuple):
 
 @gluon.jit
 def list_of_task(task, sizes, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Where the list of a Task is: how many of its blocks are full, how many there are,
-    and their numbers.
+    """A pointer to the list of a Task, which has the number of full blocks, the number
+    of all blocks, and then the index of each.
     """
     number = (task.q * sizes.per_batch + task.h * sizes.per_head).to(gl.int64)
     row = number * gl.cdiv(task.T_q, BLOCK_Q) + task.row // BLOCK_Q

@@ -3,7 +3,7 @@
 Chapter *Hopper*, its depth. What a program computes of dQ for one block of queries is a
 part. Each consumer leaves one tile of it in shared memory, ROWS queries and as many
 columns. Two warps, the adders, let the copy engine add parts to a buffer in memory,
-`held`. The first part of a block of queries is stored. The others are added in one
+`dq_sums`. The first part of a block of queries is stored. The others are added in one
 order, from the first keys to the last or the other way round, so two runs agree in
 every bit, although every program adds; or they are added as they come.
 
@@ -77,9 +77,9 @@ def choose_order(q, k, BLOCK_K, causal, left):
 
 
 @gluon.jit
-def listed_section(sizes):
-    """The heads of a section of a mask that is a function, and whether few queries see
-    the first keys.
+def section_of_lists(sizes):
+    """How many heads a section has with a mask that is a function, and whether few
+    queries see the first keys.
     """
     total = sizes.B * sizes.H_out
     # Few do where there is a window or documents. All sections then begin with the last
@@ -102,7 +102,7 @@ def take_ticket(counters, programs, sizes, CAUSAL: gl.constexpr):
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     section = sizes.section
     if sizes.lists is not None:
-        section, few = listed_section(sizes)
+        section, few = section_of_lists(sizes)
     # The programs of a head start one after the other, those of the other heads of its
     # section in between.
     index = ticket // (programs * section)  # of the section
@@ -172,8 +172,8 @@ def give_part(c: gl.constexpr, part, n, parts):
 
 @gluon.jit
 def wait_until_added():
-    """Wait until this warp sees in memory what it started to add or store; after
-    tma.store_wait it has only left shared memory.
+    """Wait until what this warp started to add or store is in memory, where the warp
+    can see it. After tma.store_wait it has only left shared memory.
     """
     lanes = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
@@ -183,24 +183,25 @@ def wait_until_added():
 
 
 @gluon.jit
-def add_or_store(held, corner, tile, turn):
-    """Start adding a tile in shared memory to held, the descriptor of the sums, at a
+def add_or_store(dq_sums, corner, tile, turn):
+    """Start adding a tile in shared memory to dq_sums, the descriptor of the sums, at a
     corner; if turn is 0, nothing is there yet, and the tile is stored.
     """
     if turn == 0:
-        tma.async_copy_shared_to_global(held, corner, tile)
+        tma.async_copy_shared_to_global(dq_sums, corner, tile)
     else:
-        start_adding(held, corner, tile)
+        start_adding(dq_sums, corner, tile)
 
 
 @gluon.jit
-def add_part(c: gl.constexpr, held, line, turn, slot, slots):
-    """Start adding consumer c's tile in this slot to held, the descriptor of lines,
-    where the sums of its block of queries begin at this line, or storing it.
+def add_lines(c: gl.constexpr, dq_sums, line, turn, slot, slots):
+    """Start adding consumer c's tile in this slot to the sums of its block of queries,
+    which begin at this line, or storing it there if turn is 0. dq_sums is the
+    descriptor of lines.
     """
     LINES: gl.constexpr = slots.shape[1]
     part = slots.index(slot * CONSUMERS + c)  # [LINES, LINE]
-    add_or_store(held, (line + c * LINES, 0), part, turn)
+    add_or_store(dq_sums, (line + c * LINES, 0), part, turn)
 
 
 @gluon.jit
@@ -213,20 +214,21 @@ def count_part(counter):
     gl.atomic_add(counter, 1, sem="release")
 
 
-def lines_descriptor(held):
-    """The descriptor that adders take of held, float32, contiguous: lines [held.numel()
-    / LINE, LINE], in blocks of one tile.
+def lines_descriptor(dq_sums):
+    """The descriptor by which the adders write to dq_sums, float32 and contiguous: it
+    has lines [dq_sums.numel() / LINE, LINE], in blocks of one tile.
     """
     LINES = ROWS.value**2 // LINE.value
-    shape, block = [held.numel() // LINE.value, LINE.value], [LINES, LINE.value]
+    shape, block = [dq_sums.numel() // LINE.value, LINE.value], [LINES, LINE.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
-    return TensorDescriptor(held, shape, [LINE.value, 1], block, layout)
+    return TensorDescriptor(dq_sums, shape, [LINE.value, 1], block, layout)
 
 
 @gluon.jit
 def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """The first row of dQ, of all heads, that step n of a program adds to, the counter
-    of the parts of its block, and how many of them come first.
+    """Where step n of a program adds its part of dQ: the first row, counted through all
+    heads, the counter of the parts of this block, and how many parts are added before
+    this one.
     """
     if sizes.lists is None:
         g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)
@@ -245,14 +247,14 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.cons
 
 
 @gluon.jit
-def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
+def add_parts(a: gl.constexpr, dq_sums, counters, sizes, block, shared):
     """Add what this program's consumers compute of dQ: each part in its turn or, where
     any order will do, once the first part is there, which is stored. Each adder adds
     every other part; adder a begins with part a.
 
-    held is the descriptor of the sums, as lines; counters, int32, has the ticket, then
-    for each block of queries the number of parts that are in its sums, counted as far
-    as anyone waits for it.
+    dq_sums is the descriptor of the sums, as lines. counters, int32, has the ticket,
+    and then for each block of queries the number of parts that are in its sums. Parts
+    for which no program waits are not counted.
     """
     slots, ready, empty = shared.parts
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
@@ -280,7 +282,7 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
             done = gl.load(counter, volatile=True)
         mbarrier.wait(ready.index(n % PART_SLOTS), n // PART_SLOTS & 1)
         for c in gl.static_range(CONSUMERS):
-            add_part(c, held, row * (D // LINE), turn, n % PART_SLOTS, slots)
+            add_lines(c, dq_sums, row * (D // LINE), turn, n % PART_SLOTS, slots)
         if sizes.lists is None:
             # A formula loads nothing, so this is early enough.
             n_next = gl.minimum(n + ADDERS, steps - 1)
@@ -297,37 +299,37 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
 
 @triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
 def finish_kernel(
-    held, dq, scale, first_row, H, T, PADDED, counters,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    dq_sums, dq, scale, first_row, H, T, PADDED, counters,
+    TILE_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program scales and rounds ROWS rows of dQ, whose sums are in held [B, H,
-    PADDED, D], float32, as lines of tiles. Rows before `first_row` see no key and get
-    0, and so do blocks of BLOCK_Q rows of which counters, those of the adders, count no
-    part; without counters every other row has sums.
+    """One program scales and rounds TILE_ROWS rows of dQ, whose sums are in dq_sums [B,
+    H, PADDED, D], float32, as lines of tiles. Rows before `first_row` see no key and
+    get 0. So do blocks of BLOCK_Q rows for which the adders' counters count no part;
+    without counters every other row has sums.
     """
-    ACROSS: tl.constexpr = D // ROWS  # parts that have these rows
-    blocks = tl.cdiv(T, ROWS)
-    row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
+    ACROSS: tl.constexpr = D // TILE_ROWS  # parts that have these rows
+    blocks = tl.cdiv(T, TILE_ROWS)
+    row, head = tl.program_id(0) % blocks * TILE_ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
+    i = (row + tl.arange(0, TILE_ROWS)).to(tl.int64)[:, None]  # [TILE_ROWS, 1]
     k = tl.arange(0, D)[None, :]
     if counters is not None:
         counted = tl.load(counters + 1 + (head * PADDED + row) // BLOCK_Q) > 0
         first_row = tl.where(counted, first_row, PADDED)
-    held += (head.to(tl.int64) * PADDED + row) * D
-    tile = tl.load(held + tl.arange(0, ROWS * D))
+    dq_sums += (head.to(tl.int64) * PADDED + row) * D
+    tile = tl.load(dq_sums + tl.arange(0, TILE_ROWS * D))
     # Part, j, warp, r, quarter, lower, even, as store_part has them.
-    tile = tl.reshape(tile, [ACROSS, ROWS // 8, 4, 8, 4, 2, 2])
-    tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [ROWS, D])
+    tile = tl.reshape(tile, [ACROSS, TILE_ROWS // 8, 4, 8, 4, 2, 2])
+    tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [TILE_ROWS, D])
     seen = i >= first_row
-    tile = tl.where(seen, tile, 0.0) * scale  # [ROWS, D]
+    tile = tl.where(seen, tile, 0.0) * scale  # [TILE_ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
     tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
 
 
 @plans.planned
-def launch_finish(held, dq, score_mod, padded, T_k, BLOCK_Q, counters=None):
-    """Launch the kernel that fills dq ``[B, H, T_q, d]`` from held, float32 ``[B H
+def launch_finish(dq_sums, dq, score_mod, padded, T_k, BLOCK_Q, counters=None):
+    """Launch the kernel that fills dq ``[B, H, T_q, d]`` from dq_sums, float32 ``[B H
     padded, d]``, what the fused kernel summed in blocks of BLOCK_Q queries, as lines.
     Where a mask may leave blocks of queries that see no key, counters are as the fused
     kernel left them.
@@ -336,6 +338,6 @@ def launch_finish(held, dq, score_mod, padded, T_k, BLOCK_Q, counters=None):
     first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
+        dq_sums, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
         counters, ROWS.value, d, BLOCK_Q,
     )  # fmt: skip

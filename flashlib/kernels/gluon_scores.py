@@ -35,12 +35,12 @@ TANH_BOTTOM = gl.constexpr((1.0, 0.46714342, 2.5876978e-2, 3.2856336e-4, 7.77655
 class GluonChange(NamedTuple):
     """What a kernel does to scores next to ALiBi, whose slopes are among its sizes."""
 
-    mask: Any  # the Rule of a mask, or None
-    per_cap: Any  # scale / c for a softcap c, or None
+    mask: Any = None  # the Rule of a mask, or None
+    per_cap: Any = None  # scale / c for a softcap c, or None
     # What brings raw scores, or those of a softcap, to natural units for a function, or
     # None: Triton 3.6 cannot compare a Rule with None.
-    natural: Any
-    function: Any  # the Rule of a function, or None
+    natural: Any = None
+    function: Any = None  # the Rule of a function, or None
     bias: Any = None  # a tensor, or None
     # From one batch, head, query and key to the next, or None. One is None here: the
     # consumers that Triton 3.6 compiles apart get None for a 1.

@@ -351,10 +351,12 @@ def forward_kernel(
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles [CONSUMERS ROWS, D_V] of O and of L until none is left;
-    scale_log2 is for base 2, and change a GluonChange; bias is a descriptor, or
-    None where there is none or consumers read it. Where D is 192, q and k read 128
-    columns, and q_rest and k_rest the others.
+    """Programs take tiles [CONSUMERS ROWS, D_V] of O and of L until none is left.
+
+    Where D is 192, q and k read 128 columns, and q_rest and k_rest the others. bias is
+    a descriptor, or None where there is none or consumers read it. scale_log2 is for
+    base 2, and change is a GluonChange. tiles to slope_head are the fields of
+    ForwardSizes.
     """
     CONSUMERS: gl.constexpr = tile.CONSUMERS
     SLOTS: gl.constexpr = tile.SLOTS
@@ -417,11 +419,11 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
     programs, options = PROGRAMS[tile.CONSUMERS]
     if packing is None:
         heads, blocks, longest = q.shape[0] * H, triton.cdiv(T_q, BLOCK_Q), T_k
-        starts = None, None, None
+        starts_q = starts_k = sequences = None
     else:
-        sequences = packing.starts_q.shape[0] - 1
+        starts_q, starts_k = packing.starts_q, packing.starts_k
+        sequences = starts_q.shape[0] - 1
         heads, blocks, longest = H, T_q // BLOCK_Q + sequences, packing.longest_k
-        starts = packing.starts_q, packing.starts_k, sequences
     tiles = heads * blocks
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     enough = 4 * programs * processors / triton.cdiv(max(1, longest), BLOCK_Q)
@@ -430,14 +432,15 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
     counter = plans.zeros((1,), torch.int32, q)
-    masked, slopes = (None,) * 3, score_arguments.slopes_and_strides(score_mod.slopes)
+    lists = per_batch = per_head = None
     if mask is not None:
         B, n = score_arguments.batch_and_sizes(q, k, v, packing)
-        how = q, score_mod, packing, B, n, BLOCK_Q, tile.BLOCK_K
-        lists = tile_lists.found(tile_lists.of_queries, "hopper_o", *how)
+        lists = tile_lists.found(
+            tile_lists.of_queries, "hopper_o", q, score_mod, packing, B, n, BLOCK_Q,
+            tile.BLOCK_K,
+        )  # fmt: skip
         by_batch, by_head = mask.depends
-        per_batch = lists.shape[1] if by_batch else 0
-        masked = lists, per_batch, int(by_head)
+        per_batch, per_head = lists.shape[1] if by_batch else 0, int(by_head)
     plans.launch(
         forward_kernel, q, min(tiles, programs * processors),
         *descriptors_of_columns(q, ROWS.value),
@@ -447,8 +450,9 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
         gluon_descriptor(o, ROWS.value), lse, counter,
         *gluon_change(score_mod),
         *ForwardSizes(
-            tiles, heads, section, H, group, T_q, T_k, score_mod.window, *starts,
-            *masked, score_mod.sinks, *slopes,
+            tiles, heads, section, H, group, T_q, T_k, score_mod.window,
+            starts_q, starts_k, sequences, lists, per_batch, per_head, score_mod.sinks,
+            *score_arguments.slopes_and_strides(score_mod.slopes),
         ),
         CAUSAL=score_mod.causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0,
         tile=tile, D=q.shape[-1], num_warps=4, **options,
@@ -469,14 +473,16 @@ def forward(q, k, v, score_mod, packing=None):
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
     costly = score_mod._replace(slopes=None).changed  # ALiBi fits in every tile
-    kinds = packing is not None, score_mod.mask is not None, costly
-    sides = score_mod.causal, score_mod.window
-    biased = score_mod.bias is not None and copies_bias(q, k, score_mod.bias)
-    narrow = score_mod.mask is not None and score_mod.mask.narrow(sides[0])
-    tile = choose_tile(q.shape[-1], T_q, *sides, *kinds, biased, narrow)
+    masked, causal = score_mod.mask is not None, score_mod.causal
+    tile = choose_tile(
+        q.shape[-1], T_q, causal, score_mod.window, packed=packing is not None,
+        masked=masked, changed=costly,
+        biased=score_mod.bias is not None and copies_bias(q, k, score_mod.bias),
+        narrow=masked and score_mod.mask.narrow(causal),
+    )  # fmt: skip
 
     def fill(q, o, lse, scale):
-        how = score_mod._replace(scale=scale), packing, tile
-        launch_forward(q, k, v, o, lse, *how)
+        scaled = score_mod._replace(scale=scale)
+        launch_forward(q, k, v, o, lse, scaled, packing, tile)
 
     return hopper_forward(q, k, score_mod.scale, fill, v)

@@ -79,7 +79,7 @@ SLOTS = gl.constexpr(2)  # for blocks of rows: with Q, all of the shared memory
 CONSUMERS = gl.constexpr(2)
 
 
-class Task(NamedTuple):
+class SplitTask(NamedTuple):
     """The queries of a program, and the blocks of rows of its split."""
 
     b: Any
@@ -105,8 +105,8 @@ class AbsorbedShared(NamedTuple):
 
 @gluon.jit
 def own_task(seq_lens, queries, T_q, splits):
-    """The Task of this program: the tiles of queries of a split are neighbors, so that
-    all but one of them find its rows in the L2 cache.
+    """The SplitTask of this program. The programs of all tiles of queries of a split
+    are neighbors, so that all but one of them find its rows in the L2 cache.
     """
     tiles = gl.cdiv(queries, ROWS)
     tile, part = gl.program_id(0) % tiles, gl.program_id(0) // tiles
@@ -117,13 +117,13 @@ def own_task(seq_lens, queries, T_q, splits):
     stop = gl.minimum(start + share, length)
     blocks = gl.maximum(gl.cdiv(stop - start, BLOCK_K), 1)
     full = gl.minimum(gl.maximum(length - T_q + 1 - start, 0) // BLOCK_K, blocks)
-    return Task(b, tile * ROWS, split, length, start, blocks, full)
+    return SplitTask(b, tile * ROWS, split, length, start, blocks, full)
 
 
 @gluon.jit
-def find_page(table, task, n, strides, PAGE: gl.constexpr):
-    """The page of block n. Entries for rows that the split does not have are not read:
-    the page is then 0, and none of its rows is.
+def page_of_block(table, task, n, strides, PAGE: gl.constexpr):
+    """The page of block n. For a block that the split does not have, no entry of the
+    table is read; the page is then 0, and none of its rows is read.
     """
     j = task.start + n * BLOCK_K
     entry = task.b.to(gl.int64) * strides[0] + (j // PAGE).to(gl.int64) * strides[1]
@@ -136,13 +136,13 @@ def produce(q, rows, table, strides, task, shared, PAGE: gl.constexpr):
     """The producer: Q once, then the blocks of rows of the split."""
     page, end = task.b, task.length
     if PAGE > 0:
-        page = find_page(table, task, 0, strides, PAGE)
+        page = page_of_block(table, task, 0, strides, PAGE)
     copy(q, task.b, 0, task.row, shared.q, 0)
     for n in range(task.blocks):
         own, at = page, task.start + n * BLOCK_K
         if PAGE > 0:
             # The next page is on its way while this warp waits for the slot.
-            page = find_page(table, task, n + 1, strides, PAGE)
+            page = page_of_block(table, task, n + 1, strides, PAGE)
             end = gl.maximum(gl.minimum(task.length - at // PAGE * PAGE, PAGE), 0)
             at = at % PAGE
         refill(rows, (0, end), own, at, shared.ring, n % SLOTS, n // SLOTS & 1)

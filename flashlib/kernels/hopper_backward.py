@@ -49,6 +49,8 @@ also waits for phase n - 1 of ds_ready before it overwrites dS^T of block n - 2.
 0 that passes at once: there is no phase -1.
 """
 
+from typing import NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -76,7 +78,7 @@ from flashlib.kernels.gluon_backward import (
     make_pair,
     make_rows,
     pair_in,
-    prepared,
+    prepare_backward,
     start_pair,
     store_keys,
 )
@@ -90,17 +92,17 @@ from flashlib.kernels.gluon_fused import (
     add_half,
     give_last_part,
     own_factors,
+    start_first_scores,
     start_half,
-    start_scores,
 )
 from flashlib.kernels.gluon_keys import (
     block_of,
     count_steps,
     entry_at,
     head_in,
+    keys_by_formula,
+    keys_by_list,
     make_notes,
-    own_keys,
-    own_list,
     queries_of,
     row_in,
     with_lists,
@@ -237,7 +239,7 @@ def consume_queries(
     if sizes.lists is None:
         full = GROUP * block.full
     invariants = own, seen_from, real, steps, scale_log2, sizes, shared, block
-    s = start_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
+    s = start_first_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
     s = warpgroup_mma_wait(0, [s])
     if BANDED:
         band_steps = GROUP * block.band * block.upward
@@ -249,15 +251,16 @@ def consume_queries(
         for n in range(band_steps + full, steps):
             dk, dv, s = add_queries(c, dk, dv, s, n, invariants, change, True, RAGGED)
     give_last_part(c, steps, shared)
-    outputs, sums = (dk_out, dv_out), (dk, dv)
-    store_keys(c, outputs, sums, (0, 0), scale, steps, block, shared)
+    outputs = dk_out, dv_out
+    store_keys(c, outputs, (dk, dv), (0, 0), scale, steps, block, shared)
 
 
 # Triton would compile further versions for multiples of 16 and for 1 if the sizes came
 # in a tuple, so the kernels take them one by one.
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
-    q, k, v, do, lse2, delta, bias, dk, dv, held, counters, scale, scale_log2, change,
+    q, k, v, do, lse2, delta, bias, dk, dv, dq_sums, counters,
+    scale, scale_log2, change,
     H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     cached, lists, per_batch, per_head, width, sharing,
     slopes, slope_batch, slope_head,
@@ -267,9 +270,12 @@ def keys_kernel(
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see them, and, unless D = 256, adds its parts of their dQ, each in its
-    turn. q to dv are descriptors; so is held, of lines. counters are the ticket and the
-    numbers of parts; at D = 256 both are None. bias is None where there is none or
-    consumers read it. slopes are a tensor or None; so are lists, with which change has
+    turn.
+
+    q to dv are descriptors, and so is dq_sums, of lines. counters are the ticket and
+    the numbers of parts; at D = 256 both are None. bias is None where there is none or
+    consumers read it. change is a GluonChange. H_out to slope_head are the fields of
+    BackwardSizes: slopes are a tensor or None, and so are lists; with lists change has
     a mask.
     """
     sizes = BackwardSizes(
@@ -289,25 +295,25 @@ def keys_kernel(
     if not WIDE:
         number, head, falling, upward = take_ticket(counters, programs, sizes, CAUSAL)
     if sizes.lists is not None:
-        block = own_list(number, head, falling, sizes, BLOCK_K)
+        block = keys_by_list(number, head, falling, sizes, BLOCK_K)
     else:
-        order = falling, upward
-        block = own_keys(number, head, *order, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
+        block = keys_by_formula(
+            number, head, falling, upward, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D
+        )
 
     own = pair_in(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
     statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
+    p = make_shared_tiles(k.dtype, BLOCK_Q) if WIDE else None
     if WIDE:
-        p = make_shared_tiles(k.dtype, BLOCK_Q)
         ds = make_shared_tiles(k.dtype, BLOCK_Q)
     else:
         ds = make_slots(k.dtype, 2, BLOCK_K, BLOCK_Q)
-        p = ds
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
-    p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
-    parts = make_parts(PART_SLOTS) if not WIDE else ring
+    p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else None
+    parts = make_parts(PART_SLOTS) if not WIDE else None
     bias_ready = make_barriers(2, 1) if bias is not None else None
     notes = make_notes(SLOTS) if sizes.lists is not None else None
     shared = BackwardShared(
@@ -329,12 +335,31 @@ def keys_kernel(
             (consume_queries, (1, dk, dv, scale, scale_log2, change,
                                sizes, block, shared, CAUSAL, RAGGED)),
             (produce_queries, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
-            (add_parts, (0, held, counters, sizes, block, shared)),
-            (add_parts, (1, held, counters, sizes, block, shared)),
+            (add_parts, (0, dq_sums, counters, sizes, block, shared)),
+            (add_parts, (1, dq_sums, counters, sizes, block, shared)),
         ], [4, 1, 1, 1], [
             CONSUMER_REGISTERS,
             PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
+
+
+class QuerySizes(NamedTuple):
+    """What queries_kernel is told about the problem."""
+
+    H: int
+    GROUP: int
+    PADDED: int  # the length of delta and lse2
+    T_q: int
+    T_k: int
+    left: int | None  # keys before its own that a query sees, if limited
+
+
+class QueriesShared(NamedTuple):
+    """The shared memory of a program of queries_kernel."""
+
+    own: tuple  # the tiles [BLOCK, D] of Q and dO
+    arrived: gl.shared_memory_descriptor  # their barrier
+    ring: Ring  # slots for a tile of K and one of V
 
 
 @gluon.jit
@@ -399,7 +424,7 @@ def consume_keys(
     do_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     i = row + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     # Rows after the last query are in the padding.
-    offsets = (b * sizes.H_out + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
+    offsets = (b * sizes.H + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
@@ -417,28 +442,24 @@ def consume_keys(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=BackwardSizes._fields)
+@gluon.jit(do_not_specialize=QuerySizes._fields)
 def queries_kernel(
     q, k, v, do, lse2, delta, dq, scale, scale_log2,
-    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
-    cached, lists, per_batch, per_head, width, sharing,
-    slopes, slope_batch, slope_head,
+    H, GROUP, PADDED, T_q, T_k, left,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program writes one block of rows of dQ, from all keys that these rows see."""
-    sizes = BackwardSizes(
-        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
-        cached, lists, per_batch, per_head, width, sharing,
-        slopes, slope_batch, slope_head,
-    )  # fmt: skip
+    """One program writes one block of rows of dQ, from all keys that these rows see. H
+    to left are the fields of QuerySizes.
+    """
+    sizes = QuerySizes(H, GROUP, PADDED, T_q, T_k, left)
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     programs = gl.cdiv(T_q, BLOCK_Q)
     # With a causal mask the last queries see the most keys: the longest start first.
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
-    b, h = head // sizes.H_out, head % sizes.H_out
+    b, h = head // sizes.H, head % sizes.H
     # Every query of this block sees the first `full_end` blocks of keys, and none sees
     # those from `blocks` on.
     full_end, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
@@ -455,11 +476,7 @@ def queries_kernel(
     slots = make_pair(k, v, SLOTS)
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
-    # This kernel has no statistics, dS, P or parts in shared memory: what is passed for
-    # them is not read.
-    shared = BackwardShared(
-        None, own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring, None
-    )
+    shared = QueriesShared(own, arrived, ring)
     gl.warp_specialize([
         (consume_keys, (0, dq, lse2, delta, b, h, row, first_block, full_end,
                         blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
@@ -479,18 +496,18 @@ SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
 
 @plans.planned
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, score_mod, tile, held=None, counters=None,
+    q, k, v, do, delta, lse2, dk, dv, score_mod, tile, dq_sums=None, counters=None,
     deterministic=True,
 ):  # fmt: skip
-    """Launch the kernel that fills dk and dv; with held, the fused one.
+    """Launch the kernel that fills dk and dv; with dq_sums, the fused one.
 
     q and do ``[B, H, T_q, d]``, k, v, dk and dv ``[B, H_kv, T_k, d]``, all describable;
     delta and lse2, float32 ``[B, H, PADDED]``, from launch_delta. tile is (BLOCK_Q,
-    SLOTS, PART_SLOTS), a row of FUSED with held and of KEYS without. The fused kernel
-    fills held, float32 ``[B H PADDED, d]``, with dQ, unscaled, in lines as
+    SLOTS, PART_SLOTS), a row of FUSED with dq_sums and of KEYS without. The fused
+    kernel fills dq_sums, float32 ``[B H PADDED, d]``, with dQ, unscaled, in lines as
     gluon_order.store_part has them, but not blocks of queries that see no key. It
-    needs counters: zeros, int32, at least one more than held has blocks of queries. The
-    rest as in backward.
+    needs counters: zeros, int32, at least one more than dq_sums has blocks of queries.
+    The other arguments are as in backward.
     """
     scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
     mask, (B, H, T_q, d), (H_kv, T_k) = score_mod.mask, q.shape, k.shape[1:3]
@@ -503,14 +520,14 @@ def launch_keys(
         H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B,
         slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
     )  # fmt: skip
-    if held is not None:
+    if dq_sums is not None:
         longest_first = causal and mask is None
         section, mixed, paired = choose_order(q, k, BLOCK_K, longest_first, left)
         awaited = EVERY_PART if deterministic else 1
         sizes = sizes._replace(
             section=section, mixed=mixed, paired=paired, awaited=awaited
         )
-        held = lines_descriptor(held)
+        dq_sums = lines_descriptor(dq_sums)
     if mask is not None:
         sizes = with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K)
     plans.launch(
@@ -520,7 +537,7 @@ def launch_keys(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         bias_descriptor(score_mod.bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        held, counters, scale, *gluon_change(score_mod), *sizes,
+        dq_sums, counters, scale, *gluon_change(score_mod), *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0 and mask is None,
         SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
@@ -540,7 +557,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, tile):
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
         score_mod.scale, score_mod.scale * LOG2_E.value,
-        *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, score_mod.window, B),
+        *QuerySizes(H, H // H_kv, delta.shape[2], T_q, T_k, score_mod.window),
         CAUSAL=score_mod.causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
@@ -562,18 +579,20 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
     fused = d < 256
-    do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse, fused)
+    do, delta, lse2, dq_sums, counters = prepare_backward(q, o, lse, do, dlse, fused)
     dq, dk, dv = new_like(q, k, v)
-    read, mask = (q, k, v, do, delta, lse2), score_mod.mask
+    inputs = q, k, v, do, delta, lse2
     if not fused:
-        launch_keys(*read, dk, dv, score_mod, KEYS[d])
-        launch_queries(*read, dq, score_mod, QUERIES[d])
+        launch_keys(*inputs, dk, dv, score_mod, KEYS[d])
+        launch_queries(*inputs, dq, score_mod, QUERIES[d])
     else:
-        sums = held, counters, deterministic
-        launch_keys(*read, dk, dv, score_mod, FUSED[d], *sums)
-        counted = None if mask is None else counters
-        sizes = delta.shape[2], k.shape[2], FUSED[d][0]
-        launch_finish(held, dq, score_mod, *sizes, counted)
+        launch_keys(
+            *inputs, dk, dv, score_mod, FUSED[d], dq_sums, counters, deterministic
+        )
+        launch_finish(
+            dq_sums, dq, score_mod, delta.shape[2], k.shape[2], FUSED[d][0],
+            None if score_mod.mask is None else counters,
+        )  # fmt: skip
     if score_mod.sinks is None:
         return dq, dk, dv
     dsinks = score_gradients.of_sinks(delta, lse2, B, T_q, score_mod, None, PAD)

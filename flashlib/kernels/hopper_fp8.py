@@ -42,7 +42,7 @@ from flashlib.kernels.gluon_forward import (
 )
 from flashlib.kernels.gluon_fp8 import (
     EXPONENT,
-    LEAST_SCALE,
+    LEAST_SCORE_SCALE,
     EightBitSizes,
     Scales,
     accumulator,
@@ -100,8 +100,8 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
     """One step of the inner loop for d up to 128: scores and weights of block j of
     keys, under P V of the one before.
 
-    acc, in units of the scale `unit` of values, is O of all blocks before that one, and
-    still wants a factor.
+    acc is O of all blocks before that one, in units of `unit`, a scale of values. It is
+    still to be multiplied by `factor`.
     """
     fours, acc, m, l, factor, unit, scale_k, scale_v = carried
     q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants
@@ -110,7 +110,7 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
     part = start_values(fours, v_ring, count - 1, 0, D)
-    scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS], of the scores
+    scale = gl.maximum(scale_q * scale_k, LEAST_SCORE_SCALE)  # [ROWS], of the scores
     # The next scales are on their way during this step.
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
@@ -132,7 +132,7 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def add_columns(n: gl.constexpr, acc, fours, factor, v_ring, count):
+def add_values(n: gl.constexpr, acc, fours, factor, v_ring, count):
     """The n-th PART columns of O, [ROWS, PART], with P V of a block."""
     part = start_values(fours, v_ring, count, n * PART, PART)
     return acc * factor[:, None] + warpgroup_mma_wait(0, [part])
@@ -140,16 +140,16 @@ def add_columns(n: gl.constexpr, acc, fours, factor, v_ring, count):
 
 @gluon.jit
 def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
-    """One step of the inner loop for d = 256, where registers hold O and a part of the
-    product P V, or O and scores: nothing of this consumer runs under its softmax, only
-    products of the other one.
+    """One step of the inner loop for d = 256, where registers hold O and either a part
+    of the product P V or scores. So no product of this consumer runs during its
+    softmax, only those of the other consumer.
     """
     acc, m, l, unit, scale_k, scale_v = carried
     q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants
     k_ring, v_ring = shared.k, shared.v
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
-    scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS], of the scores
+    scale = gl.maximum(scale_q * scale_k, LEAST_SCORE_SCALE)  # [ROWS], of the scores
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
     s = warpgroup_mma_wait(0, [s])  # [ROWS, BLOCK_K]
@@ -163,10 +163,10 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(PART)))
     factor *= unit / scale_v
     acc = (
-        add_columns(0, acc[0], fours, factor, v_ring, count),
-        add_columns(1, acc[1], fours, factor, v_ring, count),
-        add_columns(2, acc[2], fours, factor, v_ring, count),
-        add_columns(3, acc[3], fours, factor, v_ring, count),
+        add_values(0, acc[0], fours, factor, v_ring, count),
+        add_values(1, acc[1], fours, factor, v_ring, count),
+        add_values(2, acc[2], fours, factor, v_ring, count),
+        add_values(3, acc[3], fours, factor, v_ring, count),
     )
     release(v_ring, count)
     return acc, m_new, l, scale_v, next_k, next_v
@@ -221,7 +221,7 @@ def consume(
         if D <= 128:
             s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
             release(k_ring, count)
-            scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+            scale = gl.maximum(scale_q * scale_k, LEAST_SCORE_SCALE)  # [ROWS]
             s, m = new_maximum(s, m, scale, seen, 0, CAUSAL or RAGGED)
             p = weights(s, scale, m)  # [ROWS, BLOCK_K]
             acc = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]

@@ -127,8 +127,8 @@ def backward_refusal(q, k, v, score_mod, packing=None):
 
 
 def copies_bias(q, k, bias):
-    """Whether the copy engine brings the tiles of a bias to shared memory, where it has
-    a number of the dtype of q for each pair, and the kernel has room for its tiles.
+    """Whether the copy engine brings the tiles of a bias to shared memory: the bias has
+    a number for each pair, in the dtype of q, and the kernel has space for its tiles.
     """
     each_pair = bias.shape[2:] == (q.shape[2], k.shape[2]) and k.shape[2] > 1
     fits = bias.dtype == q.dtype and q.shape[-1] in HOPPER_WIDTHS
@@ -136,9 +136,9 @@ def copies_bias(q, k, bias):
 
 
 def slower(q, k, score_mod):
-    """Whether hopper.py is slower than the Triton kernel where it can compute a call:
-    where rows are short, two groups of warps do not hide a tanh, or the read of a bias
-    that is not copied, for each score.
+    """Whether hopper.py is slower than the Triton kernel at a call that it can compute.
+    Where rows are short, two groups of warps do not hide what each score takes: a tanh,
+    or the load of a bias that is not copied.
     """
     bias = score_mod.bias
     read = bias is not None and not copies_bias(q, k, bias)

@@ -57,12 +57,12 @@ from flashlib.kernels.gluon_backward import (
     BackwardSizes,
     make_rows,
     meet,
-    prepared,
+    prepare_backward,
     read_rows,
     split_layout,
     store_keys,
 )
-from flashlib.kernels.gluon_keys import block_of, own_keys
+from flashlib.kernels.gluon_keys import block_of, keys_by_formula
 from flashlib.kernels.gluon_order import (
     add_or_store,
     choose_order,
@@ -263,7 +263,7 @@ def consume(
 
 
 @gluon.jit
-def add_parts(held, counters, sizes, block, shared):
+def add_parts(dq_sums, counters, sizes, block, shared):
     """Add what this program computes of dQ: each part in its turn or, where any order
     will do, once the first part is there, which is stored. As gluon_order.add_parts,
     but alone, with one slot, and for parts that are rows and columns of dQ.
@@ -281,7 +281,7 @@ def add_parts(held, counters, sizes, block, shared):
             done = gl.load(counter, volatile=True)
         mbarrier.wait(ready.index(0), n & 1)
         for x in gl.static_range(BLOCKS):
-            add_or_store(held, (row, x * COLUMNS), slots.index(x), turn)
+            add_or_store(dq_sums, (row, x * COLUMNS), slots.index(x), turn)
         # The next count is on its way while this part is.
         n_next = gl.minimum(n + 1, steps - 1)
         row_next, counter_next, turn_next = next_turn(
@@ -296,7 +296,7 @@ def add_parts(held, counters, sizes, block, shared):
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def latent_keys_kernel(
-    q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, counters,
+    q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, dq_sums, counters,
     scale, scale_log2,
     H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     cached, lists, per_batch, per_head, width, sharing,
@@ -305,9 +305,11 @@ def latent_keys_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see them, and adds its parts of their dQ, each in its turn. q to dv are
-    descriptors, of tiles of FIRST columns and of the rest; held is one of the sums of
-    dQ, with tiles [BLOCK_Q, COLUMNS]; counters as in hopper_backward.keys_kernel.
+    group that see them, and adds its parts of their dQ, each in its turn.
+
+    q to dv are descriptors, of tiles of FIRST columns and of the rest. dq_sums is the
+    descriptor of the sums of dQ, with tiles [BLOCK_Q, COLUMNS]. counters are as in
+    hopper_backward.keys_kernel. H_out to slope_head are the fields of BackwardSizes.
     """
     sizes = BackwardSizes(
         H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -315,10 +317,12 @@ def latent_keys_kernel(
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_ticket(counters, programs, sizes, CAUSAL)
+    number, head, falling, upward = take_ticket(counters, programs, sizes, CAUSAL)
     # Of the bounds, consume needs only row and blocks, which depend on no D: with a
     # causal mask it masks every block.
-    block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
+    block = keys_by_formula(
+        number, head, falling, upward, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128
+    )
 
     k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)
     v_tile = make_slots(v.dtype, 1, BLOCK_K, FIRST).index(0)
@@ -346,7 +350,7 @@ def latent_keys_kernel(
         (consume, (1, outputs, scale, scale_log2, sizes, block, shared,
                    CAUSAL, RAGGED)),
         (produce, (keys, queries, lse2, delta, sizes, block, shared)),
-        (add_parts, (held, counters, sizes, block, shared)),
+        (add_parts, (dq_sums, counters, sizes, block, shared)),
     ], [4, 1, 1], [
         CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
     ])  # fmt: skip
@@ -362,21 +366,23 @@ def rest_descriptor(x, rows):
 
 @plans.planned
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, score_mod, held, counters, deterministic=True
+    q, k, v, do, delta, lse2, dk, dv, score_mod, dq_sums, counters, deterministic=True
 ):  # fmt: skip
-    """Launch the kernel that fills dk and dv, and held ``[B H PADDED, 192]``, float32,
-    with dQ, unscaled, in rows and columns, but not blocks of queries that see no key;
-    the rest as in ``hopper_backward.launch_keys``.
+    """Launch the kernel that fills dk and dv. It also fills dq_sums ``[B H PADDED,
+    192]``, float32, with dQ, unscaled, in rows and columns, but not blocks of queries
+    that see no key. The other arguments are as in ``hopper_backward.launch_keys``.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
     scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
-    order = choose_order(q, k, BLOCK, causal, left)
-    order = *order, EVERY_PART if deterministic else 1
+    section, mixed, paired = choose_order(q, k, BLOCK, causal, left)
     shape = [BLOCK_Q.value, COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
-    held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
-    sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
+    dq_sums = TensorDescriptor(dq_sums, [dq_sums.shape[0], d], [d, 1], shape, layout)
+    sizes = BackwardSizes(
+        H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed, paired,
+        awaited=EVERY_PART if deterministic else 1,
+    )  # fmt: skip
     rows, first = BLOCK_Q.value, FIRST.value
     plans.launch(
         latent_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
@@ -385,7 +391,7 @@ def launch_keys(
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, rows),
         row_descriptor(lse2, rows), row_descriptor(delta, rows),
         gluon_descriptor(dk, ROWS.value, first), rest_descriptor(dk, ROWS.value),
-        gluon_descriptor(dv, ROWS.value), held, counters,
+        gluon_descriptor(dv, ROWS.value), dq_sums, counters,
         scale, scale * LOG2_E.value, *sizes,
         CAUSAL=causal, RAGGED=T_k % BLOCK != 0, **WARPS,
     )  # fmt: skip
@@ -393,30 +399,30 @@ def launch_keys(
 
 @triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
 def latent_finish_kernel(
-    held, dq, scale, first_row, H, T, PADDED,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    dq_sums, dq, scale, first_row, H, T, PADDED,
+    TILE_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """One program scales and rounds a block of dQ; rows before first_row see no key."""
-    blocks = tl.cdiv(T, ROWS)
-    row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
+    blocks = tl.cdiv(T, TILE_ROWS)
+    row, head = tl.program_id(0) % blocks * TILE_ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
+    i = (row + tl.arange(0, TILE_ROWS)).to(tl.int64)[:, None]  # [TILE_ROWS, 1]
     k = tl.arange(0, BLOCK_D)[None, :]
-    held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
-    tile = tl.load(held, mask=(i >= first_row) & (k < D), other=0.0) * scale
+    dq_sums += (head.to(tl.int64) * PADDED + i) * D + k  # [TILE_ROWS, D]
+    tile = tl.load(dq_sums, mask=(i >= first_row) & (k < D), other=0.0) * scale
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
     tile = tile.to(dq.ptr.dtype.element_ty)
     tl.store(dq.ptr + at, tile, mask=(i < T) & (k < D))
 
 
 @plans.planned
-def launch_finish(held, dq, score_mod, padded, T_k):
+def launch_finish(dq_sums, dq, score_mod, padded, T_k):
     """Launch the kernel that fills dq from what launch_keys summed."""
     B, H, T_q, d = dq.shape
     first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
         latent_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
+        dq_sums, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
         ROWS.value, d, triton.next_power_of_2(d),
     )  # fmt: skip
 
@@ -428,9 +434,10 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     """
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
-    do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse)
+    do, delta, lse2, dq_sums, counters = prepare_backward(q, o, lse, do, dlse)
     dq, dk, dv = new_like(q, k, v)
-    sums = held, counters, deterministic
-    launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, *sums)
-    launch_finish(held, dq, score_mod, delta.shape[2], k.shape[2])
+    launch_keys(
+        q, k, v, do, delta, lse2, dk, dv, score_mod, dq_sums, counters, deterministic
+    )
+    launch_finish(dq_sums, dq, score_mod, delta.shape[2], k.shape[2])
     return dq, dk, dv

@@ -44,6 +44,7 @@ from flashlib.kernels.gluon_forward import (
 )
 from flashlib.kernels.gluon_lists import Queries
 from flashlib.kernels.gluon_scores import GluonChange
+from flashlib.kernels.gluon_tasks import head_and_block
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
 from flashlib.kernels.hopper import (
     SECTION_HEADS,
@@ -76,7 +77,7 @@ class RingSizes(NamedTuple):
     slopes: Any = None
 
 
-class Task(NamedTuple):
+class RingTask(NamedTuple):
     """A tile of O."""
 
     h: int  # of all B H heads
@@ -97,18 +98,15 @@ class Blocks(NamedTuple):
 
 @gluon.jit
 def task_at(n, sizes, CHUNKS: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The Task of tile n. The heads of a part come before those of the next one, and in
-    a section the last queries, which see the most keys, come first.
+    """The RingTask of tile n. The heads of a part come before those of the next one,
+    and in a section the last queries, which see the most keys, come first.
     """
     per_chunk = gl.cdiv(sizes.rows_q, BLOCK_Q)
     blocks = CHUNKS * per_chunk
-    first = n // (sizes.section * blocks) * sizes.section
-    size = gl.minimum(sizes.section, sizes.heads - first)
-    n -= first * blocks
-    block = blocks - 1 - n // size
+    h, block = head_and_block(n, blocks, sizes, True)
     chunk = block // per_chunk
     position = gl.where(chunk == 0, sizes.rank, 2 * sizes.size - 1 - sizes.rank)
-    return Task(first + n % size, chunk, position, block % per_chunk * BLOCK_Q)
+    return RingTask(h, chunk, position, block % per_chunk * BLOCK_Q)
 
 
 @gluon.jit
@@ -307,18 +305,20 @@ def consume(
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
-        none = GluonChange(None, None, None, None, None, None, None)
+        unchanged = GluonChange()
         queries = Queries(0, task.h, row, seen, 0.0, c, None)
         invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
         for _ in range(1, blocks.unmasked):
-            bits, acc, m, l = attend(bits, acc, m, l, invariants, none, count, 0, False)
+            bits, acc, m, l = attend(
+                bits, acc, m, l, invariants, unchanged, count, 0, False
+            )
             count += 1
         for n_masked in range(gl.where(blocks.unmasked > 0, 0, 1), blocks.masked):
             col, seen = masked_block(n_masked, i, blocks, sizes, CAUSAL, BLOCK_K)
             queries = Queries(0, task.h, row, seen, 0.0, c, None)
             invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
             bits, acc, m, l = attend(
-                bits, acc, m, l, invariants, none, count, col, True
+                bits, acc, m, l, invariants, unchanged, count, col, True
             )
             count += 1
 
@@ -407,7 +407,7 @@ def launch(q, k, v, others, flags, o, lse, scale, arrival, tile):
 
 
 class Arrival(NamedTuple):
-    """Whose keys arrive, and how."""
+    """How the keys of the other ranks arrive at this one."""
 
     rank: int
     size: int

@@ -20,7 +20,12 @@ from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded, tables
 from flashlib.kernels.cached import find_page, load_pairs, load_rows, load_scales
 from flashlib.kernels.decoding import busiest, launch_merge, new_parts
-from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
+from flashlib.kernels.eight_bits import (
+    in_units,
+    split_pairs,
+    units_of,
+    weighted_softmax,
+)
 from flashlib.kernels.tables import Configuration
 from flashlib.kernels.tiles import (
     LOG2_E,
@@ -116,7 +121,7 @@ def latent_kernel(
         # -- scores
         if EIGHT:
             pairs = load_pairs(cache, page, only, at, keys, None, length, d_c, BLOCK_C)
-            c_even, c_odd = apart(pairs)
+            c_even, c_odd = split_pairs(pairs)
         else:
             c = load_rows(cache, page, only, at, keys, None, length, d_c, BLOCK_C)
         r = load_rows(
@@ -172,8 +177,8 @@ def configuration(cache, d_c):
     if INTERPRETED:
         return tables.INTERPRETER
     bits, _, *device, _ = tables.problem((cache,))
-    problem = bits, padded(d_c), *device, False, None
-    return tables.fitting("latent", CONFIGURATIONS, *problem)
+    columns = padded(d_c)
+    return tables.fitting("latent", CONFIGURATIONS, bits, columns, *device, False, None)
 
 
 def tile_rows(config, rows):

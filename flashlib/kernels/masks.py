@@ -21,15 +21,15 @@ from flashlib import plans
 from flashlib.kernels import inputs, score_arguments, tables, tile_lists
 from flashlib.kernels.scores import (
     BatchHead,
-    around,
     change_scores,
     dropped,
     key_bounds,
     list_of,
-    listed,
     sees,
     sequence,
+    skip_full,
     slope_of,
+    tile_start,
 )
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
@@ -114,7 +114,7 @@ def forward_kernel(
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     for j in tl.range(full_start, full_end, BLOCK_K):
-        j = listed(j, tiles, BLOCK_K, ON.MASK)
+        j = tile_start(j, tiles, BLOCK_K, ON.MASK)
         acc, m, l = attend(
             acc, m, l, q_tile, k, v, b_k, h_kv, positions, j, bh, change, n, False, ON,
             TILE
@@ -123,8 +123,8 @@ def forward_kernel(
         # One loop over the blocks before and after the full ones.
         masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
-            j = around(first + step * BLOCK_K, full_start, full_end)
-            j = listed(j, tiles, BLOCK_K, ON.MASK)
+            j = skip_full(first + step * BLOCK_K, full_start, full_end)
+            j = tile_start(j, tiles, BLOCK_K, ON.MASK)
             acc, m, l = attend(
                 acc, m, l, q_tile, k, v, b_k, h_kv, positions, j, bh, change, n, True,
                 ON, TILE
@@ -165,14 +165,15 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in the computed dtype, scale >= 0, only T_k may be 0."""
     B, n = score_arguments.batch_and_sizes(q, k, v, packing)
     options = score_arguments.compiled_for(score_mod, packing, config, n)
-    read_from = q, k, v, score_mod, packing, config
+    change = tile_lists.change_with_lists(
+        tile_lists.of_queries, "o", q, k, v, score_mod, packing, config
+    )
     plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *score_arguments.operands((q, k, v), options["TILE"], packing),
         score_arguments.rows_of(o, packing), score_arguments.rows_of(lse, packing),
-        tile_lists.change_with_lists(tile_lists.of_queries, "o", *read_from),
-        score_arguments.starts_of(packing), *n, RAGGED=n.T_k % config.BLOCK_K != 0,
-        **options,
+        change, score_arguments.starts_of(packing), *n,
+        RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 

@@ -23,18 +23,18 @@ from flashlib.kernels import (
 )
 from flashlib.kernels.scores import (
     BatchHead,
-    around,
     change_scores,
     dropped,
     key_bounds,
     list_of,
-    listed,
     of_group,
     padded_rows,
     query_bounds,
     sees,
     sequence,
+    skip_full,
     slope_of,
+    tile_start,
     visible_only,
 )
 from flashlib.kernels.tables import Configuration
@@ -182,7 +182,7 @@ def keys_kernel(
     if ON.WINDOW or ON.MASK:
         for step in tl.range(begin, last):
             h, block = of_group(step, masked, tiles, h_kv, blocks_q, GROUP, ON.MASK)
-            row = around(first + block * BLOCK_Q, full_start, full_end)
+            row = skip_full(first + block * BLOCK_Q, full_start, full_end)
             rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             bh = BatchHead(b, h, slope_of(change, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
@@ -267,7 +267,7 @@ def queries_kernel(
     d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for j in tl.range(full_start, full_end, BLOCK_K):
-        j = listed(j, tiles, BLOCK_K, ON.MASK)
+        j = tile_start(j, tiles, BLOCK_K, ON.MASK)
         acc = descend(
             acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j,
             bh, change, n, False, ON, TILE,
@@ -275,8 +275,8 @@ def queries_kernel(
     if ON.WINDOW or ON.VARLEN or ON.MASK or RAGGED:
         masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
-            j = around(first + step * BLOCK_K, full_start, full_end)
-            j = listed(j, tiles, BLOCK_K, ON.MASK)
+            j = skip_full(first + step * BLOCK_K, full_start, full_end)
+            j = tile_start(j, tiles, BLOCK_K, ON.MASK)
             acc = descend(
                 acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j,
                 bh, change, n, True, ON, TILE,
@@ -326,31 +326,33 @@ def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
 @plans.planned
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v."""
-    B, n, read, options = score_arguments.backward_arguments(
+    B, n, operands, options = score_arguments.backward_arguments(
         q, k, v, do, score_mod, packing, config, PAD
     )
-    read_from = q, k, v, score_mod, packing, config
+    change = tile_lists.change_with_lists(
+        tile_lists.of_keys, "dkdv", q, k, v, score_mod, packing, config
+    )
     plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
-        *read, delta, lse2,
+        *operands, delta, lse2,
         *(score_arguments.rows_of(x, packing) for x in (dk, dv)), score_mod.scale,
-        tile_lists.change_with_lists(tile_lists.of_keys, "dkdv", *read_from),
-        score_arguments.starts_of(packing), *n, delta.shape[2], **options,
+        change, score_arguments.starts_of(packing), *n, delta.shape[2], **options,
     )  # fmt: skip
 
 
 @plans.planned
 def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     """Launch the kernel that fills dq, in the shape of q."""
-    B, n, read, options = score_arguments.backward_arguments(
+    B, n, operands, options = score_arguments.backward_arguments(
         q, k, v, do, score_mod, packing, config, PAD
     )
-    read_from = q, k, v, score_mod, packing, config
+    change = tile_lists.change_with_lists(
+        tile_lists.of_queries, "dq", q, k, v, score_mod, packing, config
+    )
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *read, delta, lse2, score_arguments.rows_of(dq, packing), score_mod.scale,
-        tile_lists.change_with_lists(tile_lists.of_queries, "dq", *read_from),
-        score_arguments.starts_of(packing), *n, delta.shape[2],
+        *operands, delta, lse2, score_arguments.rows_of(dq, packing), score_mod.scale,
+        change, score_arguments.starts_of(packing), *n, delta.shape[2],
         RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
@@ -370,9 +372,9 @@ def statistics(o, lse, do, dlse, B, n, packing=None):
 def gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod):
     """The gradient of the bias alone, as :func:`backward` returns it."""
     B, n = score_arguments.batch_and_sizes(q, k, v, None)
-    read = q, k, v, do, *statistics(o, lse, do, dlse, B, n)
+    delta, lse2 = statistics(o, lse, do, dlse, B, n)
     config = score_arguments.configuration("masks, dB", BIAS, (q, k, v, do), None)
-    return score_gradients.of_bias(*read, score_mod, config, PAD)
+    return score_gradients.of_bias(q, k, v, do, delta, lse2, score_mod, config, PAD)
 
 
 @plans.planned
@@ -403,9 +405,11 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     dbias = dsinks = q.new_empty(0)
     if score_mod.bias is not None and bias_gradient:
         config = score_arguments.configuration("masks, dB", BIAS, (q, k, v, do), None)
-        read = q, k, v, do, delta, lse2
-        dbias = score_gradients.of_bias(*read, score_mod, config, PAD)
+        dbias = score_gradients.of_bias(
+            q, k, v, do, delta, lse2, score_mod, config, PAD
+        )
     if score_mod.sinks is not None:
-        problem = B, n.T_q, score_mod, packing, PAD
-        dsinks = score_gradients.of_sinks(delta, lse2, *problem)
+        dsinks = score_gradients.of_sinks(
+            delta, lse2, B, n.T_q, score_mod, packing, PAD
+        )
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dbias, dsinks

@@ -103,7 +103,7 @@ def configuration(name, table, tensors, packing):
 
 
 def compiled_for(score_mod, packing, config, n, backward=False):
-    """What every kernel is compiled for."""
+    """The switches and options that every kernel of masks is compiled for."""
     options = tables.compiled_for(config, n, backward)
     function, switches = score_mod.function, switches_of(score_mod, packing)
     if score_mod.bias is not None:

@@ -56,7 +56,7 @@ def with_ds(
     acc, q, k, v, do, delta, lse2, b, h, row, col, change, n, PADDED,
     PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """The sum acc [BLOCK_Q, BLOCK_K] and the tile of dS at (row, col) of a head."""
+    """acc [BLOCK_Q, BLOCK_K] plus the tile of dS at (row, col) of a head."""
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     h_kv = h // n.GROUP
@@ -174,7 +174,7 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
     """Launch the kernel that fills dbias, contiguous and in the shape of the bias, with
     sums that it rounds once to the dtype of dbias.
     """
-    B, n, read, options = score_arguments.backward_arguments(
+    B, n, operands, options = score_arguments.backward_arguments(
         q, k, v, do, score_mod, None, config, pad
     )
     sizes = B, n.H, n.T_q, n.T_k
@@ -187,7 +187,7 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
     pairs = list(zip(blocks, summed, strict=True))
     plans.launch(
         bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
-        *read, delta, lse2, Rows(dbias, score_arguments.broadcast_strides(dbias)),
+        *operands, delta, lse2, Rows(dbias, score_arguments.broadcast_strides(dbias)),
         score_arguments.change_of(score_mod),
         Summed(*(count if one else 1 for count, one in pairs)),
         *n, delta.shape[2], SUM_Q=summed[2], SUM_K=summed[3], **options,

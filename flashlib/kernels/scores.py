@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
 
 class BatchHead(NamedTuple):
-    """Whose scores a program computes."""
+    """The batch and the head whose scores a program computes."""
 
     b: Any  # the batch, or the number of a packed sequence
     h: Any  # the head of queries
@@ -79,8 +79,8 @@ def sequence(starts, b, T, VARLEN: tl.constexpr):
 
 @triton.jit
 def padded_rows(b, start, h, H, PADDED, PAD: tl.constexpr, VARLEN: tl.constexpr):
-    """Where the rows of D and L of a sequence and head begin: a multiple of PAD belongs
-    to each sequence, at most PAD - 1 of them after its last row.
+    """Where the rows of D and L of a sequence and head begin. Each sequence has its
+    number of rows, rounded up to a multiple of PAD.
     """
     rows = (b * H + h).to(tl.int64) * PADDED
     if VARLEN:
@@ -110,7 +110,7 @@ def list_of(change, b, h, block, MASK: tl.constexpr):
 
 
 @triton.jit
-def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
+def tile_start(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
     """The first row of a tile: x, or with a mask, that of entry x / SIDE in tiles."""
     if MASK:
         x = tl.load(tiles + 2 + x // SIDE) * SIDE
@@ -176,8 +176,10 @@ def query_bounds(col, T_q, T_k, change, WINDOW: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def around(x, full_start, full_end):
-    """x, or where that is not before ``full_start``, x moved past ``full_end``."""
+def skip_full(x, full_start, full_end):
+    """x where it is before ``full_start``, and otherwise x moved past ``full_end``, for
+    a loop that takes the tiles before and after the full ones.
+    """
     return tl.where(x < full_start, x, x + full_end - full_start)
 
 

@@ -199,8 +199,8 @@ def tuned(name, table, tensors, causal, launch_row):
     The first call compiles and times every row that fits by ``launch_row(*tensors,
     row)`` with random tensors like these, which takes some seconds. Later calls in this
     process reuse the result for the same kernel, device, dtype, padded head dimensions
-    and mask, for lengths with the same next power of two, and if descriptors can read
-    the tensors or not. Raises ValueError where no row fits.
+    and mask, for lengths with the same next power of two, and for tensors that
+    descriptors can read, or cannot, as these. Raises ValueError where no row fits.
     """
     sizes = [(padded(x.shape[3]), triton.next_power_of_2(x.shape[2])) for x in tensors]
     fits = problem(tensors)
