@@ -156,7 +156,7 @@ def score_mod_and_packing(extra, options):
         softcap=options.softcap,
         slopes=extra.slopes,
         bias=extra.bias,
-        sinks=extra.sinks,
+        sinks=None if extra.sinks is None else extra.sinks.contiguous(),
         mask=mask,
         seed=extra.seed,
         dropout=options.dropout,

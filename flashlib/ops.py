@@ -459,6 +459,7 @@ def decode_forward(
     cache_checks.check_cache(q, *cache, *scales, sinks, *captured)
     keys = mask_key, (False, False), function_key, gathers
     functions = score_mods.mask_and_function(*keys, captured, score_mods.Lists())
+    sinks = None if sinks is None else sinks.contiguous()
     changes = decoding.Changes(*functions, sinks)
     return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 

@@ -51,7 +51,7 @@ from flashlib.plain_checks import UNLIMITED
 
 class Changes(NamedTuple):
     """What a call asks of scores and weights: a MaskOf, a FunctionOf, the tensor of
-    sinks ``[H]``; None where it does not.
+    sinks ``[H]``, contiguous; None where it does not.
     """
 
     mask: Any = None
