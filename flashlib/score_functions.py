@@ -29,6 +29,7 @@ import torch
 from flashlib import internals, masks
 from flashlib.masks import CAPTURED, KNOWN, TRIED, Rule, at
 from flashlib.plain_checks import wrong
+from flashlib.sources import source_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *masks.INTEGERS)
 PARAMETERS = ("s", "b", "h", "p", "j")
@@ -79,7 +80,7 @@ def defined(function, derivative, *kinds):
     functions = [function] if derivative is None else [function, derivative]
     names = "score", "derivative"
     sources = [
-        masks.source_of(f, name, PARAMETERS, len(kinds), NAMED)
+        source_of(f, name, PARAMETERS, len(kinds), NAMED)
         for f, name in zip(functions, names, strict=False)
     ]
     key, gathers = summary(tuple(sources), repr(kinds))

@@ -160,6 +160,8 @@ WRONG = {
     "b, h, p, j: p @ j > 1.5j": "a function that PyTorch can evaluate",
     "b, h, p, j: at(p, j)": "got 'at' in f: pass it as an argument",  # another one
     "b, h, p, j: (lambda x: x < p)(j)": "a function without functions",
+    "b, h, p, j: p[j] < 3": r"at\(x, a, b, ...\) for an element .* got p\[j\] in f",
+    "b, h, p, j: p**2 < j": r"products in place of powers, .* got p \*\* 2 in f",
 }
 
 
