@@ -148,6 +148,15 @@ def elsewhere(b, h, p, j, whole, heads, rows, keys):
     return whole[0](b, at(heads, h), at(rows, p), at(keys, j), *whole[1])
 
 
+def register(made):
+    """Add the Rule of a Mask or a Score to those that are known: one that was pickled
+    may come from another process.
+    """
+    KNOWN.setdefault(
+        made.key, made.rule.mapped(lambda x: x, lambda x: CAPTURED, lambda f: f)
+    )
+
+
 # torch.compile calls these two while it traces, and keeps what they return.
 
 
@@ -238,6 +247,10 @@ class Mask:
         made.depends = any(by_batch), any(by_head)
         made.sizes = sum([mask.sizes for mask in masks], ())
         return made
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        register(self)
 
     def __and__(self, other):
         return Mask._combined(both, self, other)

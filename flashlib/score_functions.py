@@ -167,6 +167,10 @@ class Score:
             if not (values < math.inf).all():
                 raise wrong(name, "a number at s = 0", values[0].item())
 
+    def __setstate__(self, state):
+        vars(self).update(state)
+        masks.register(self)
+
     def then(self, other):
         """The Score that applies this one and then another to what this one made."""
         if not isinstance(other, Score):

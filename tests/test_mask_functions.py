@@ -9,12 +9,15 @@ import pytest
 import torch
 from cases import output_gradients
 from device import DEVICE
+from expected import same
+from processes import ROOT, output, run_python
 from scores_of_tests import some_scores
 
 import flashlib
 from flashlib import masks, score_mods, testing
 from flashlib.masks import Mask, at, div, mod
 from flashlib.reference import masks as reference
+from flashlib.score_functions import Score, alibi, softcap
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -191,6 +194,31 @@ def test_arguments_of_masks_are_checked():
         TypeError, match=r"^mask: expected a Mask on both sides, got int"
     ):
         masks.causal() & 3
+ANOTHER_PROCESS = """
+import torch, flashlib
+q, options = torch.load("given", weights_only=False)
+o = flashlib.attention(q, q, q, **options)
+both = {"mask": ~options["mask"], "score": options["score"].then(options["score"])}
+torch.save([o, flashlib.attention(q, q, q, **both)], "found")
+"""
+
+
+def test_a_pickle_in_another_process(tmp_path, monkeypatch):
+    """Masks and scores, alone and combined with others there."""
+    monkeypatch.chdir(tmp_path)
+    q, _, _ = testing.make_qkv(1, 2, 9, 16, device=DEVICE)
+    ids = torch.arange(9, device=DEVICE) // 4
+    mask = (masks.documents(ids) & masks.causal()) | Mask(far, 5)
+    score = softcap(2.0).then(alibi(torch.ones(2, device=DEVICE)))
+    torch.save((q, {"mask": mask, "score": score}), "given")
+    output(run_python(ANOTHER_PROCESS, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"))
+    wanted = (
+        flashlib.attention(q, q, q, mask=mask, score=score),
+        flashlib.attention(q, q, q, mask=~mask, score=score.then(score)),
+    )
+    assert same(torch.load("found"), wanted)
+
+
 
 
 # -- kernels
