@@ -2,8 +2,9 @@
 
 A :class:`Mask` is a Python function of a batch b, a head h, the position p of a query
 and the position j of a key, written with operators and the functions of :data:`NAMED`.
-The reference evaluates it on tensors; the kernels compile the same source. Query i has
-position p = i + T_k - T_q, so that the last query is at the last key.
+The reference evaluates it on tensors; the kernels compile the same source. All four are
+int32, and so are products of them, which wrap beyond 2^31 - 1. Query i has position p =
+i + T_k - T_q, so that the last query is at the last key.
 
     def near(b, h, p, j, width):
         return p - j < width
@@ -194,9 +195,9 @@ class Mask:
     """Which keys a query sees: True where ``function(b, h, p, j, *arguments)`` is.
 
     function
-        defined by ``def``; its names are its parameters and those of NAMED, as ``at``
-        or ``where`` of this module. It gets
-        integers, or integer tensors that broadcast, and returns booleans.
+        defined by ``def``; it may use only its parameters and the functions in NAMED,
+        such as ``at`` and ``where`` of this module. It gets b, h, p and j as int32
+        tensors that broadcast, and returns booleans.
     arguments
         integers, and tensors (int32, int64 or bool) on the device of the queries, which
         the function reads by ``at``. Each new integer compiles another kernel, which
@@ -222,9 +223,8 @@ class Mask:
         devices = {x.device for x in self.tensors()}
         if len(devices) > 1:
             raise wrong("mask", "tensors on one device", sorted(map(str, devices)))
-        zero = torch.zeros(
-            2, dtype=torch.int64, device=devices.pop() if devices else None
-        )
+        device = devices.pop() if devices else None
+        zero = torch.zeros(2, dtype=torch.int32, device=device)
         try:
             seen = self(zero, zero, zero, zero)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -274,7 +274,7 @@ class Mask:
         return made
 
     def __call__(self, b, h, p, j):
-        """The function on integer tensors that broadcast."""
+        """The function on int32 tensors that broadcast."""
         return self.rule.function(b, h, p, j, *self.rule.arguments)
 
     def visible(self, B, H, T_q, T_k, device=None, batch=0, oldest=0):
@@ -282,7 +282,9 @@ class Mask:
         and the first key may have other numbers than 0.
         """
         b, h, i, j = (
-            torch.arange(n, device=device).view([-1, *[1] * (3 - dim)])
+            torch.arange(n, dtype=torch.int32, device=device).view(
+                [-1, *[1] * (3 - dim)]
+            )
             for dim, n in enumerate((B, H, T_q, T_k))
         )
         positions = i + (T_k - T_q) + oldest

@@ -4,7 +4,7 @@
 A :class:`Score` is a Python function of a score s, a batch b, a head h, the position p
 of a query and the position j of a key, written like that of a mask
 (:mod:`flashlib.masks`), and for a backward pass its derivative by s. The reference
-evaluates both on tensors; the kernels compile the same source.
+evaluates both on tensors; the kernels compile the same source. b, h, p and j are int32.
 
     def cube(s, b, h, p, j, weight):
         return s + weight * s * s * s
@@ -118,10 +118,10 @@ class Score:
     *arguments)``.
 
     function
-        defined by ``def``; its names are its parameters and those of NAMED. It gets s,
-        scale q.k in natural units, and integers, or tensors of them that broadcast. It
-        must not be NaN or +inf at s = 0 and the last position or key, where kernels
-        evaluate it outside of S.
+        defined by ``def``; it may use only its parameters and the functions in NAMED.
+        It gets s, scale q.k in natural units, and b, h, p and j, int32, as tensors that
+        broadcast. It must not be NaN or +inf at s = 0 and the last position or key,
+        where kernels evaluate it outside of S.
     arguments
         numbers, and tensors (float32, float16, bfloat16, int32, int64 or bool) on the
         device of the queries, which the function reads by ``at``. As for a mask, a
@@ -151,7 +151,7 @@ class Score:
         """
         if len(devices := {x.device for x in self.tensors()}) > 1:
             raise wrong("score", "tensors on one device", sorted(map(str, devices)))
-        s, n = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+        s, n = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int32)
         rule = self.rule.mapped(
             lambda x: x, lambda x: torch.ones([1] * x.ndim, dtype=x.dtype), lambda f: f
         )
@@ -199,7 +199,9 @@ class Score:
     def _applied(self, function, s, batch, oldest):
         T_q, T_k = s.shape[2:]
         b, h, i, j = (
-            torch.arange(n, device=s.device).view([-1, *[1] * (3 - dim)])
+            torch.arange(n, dtype=torch.int32, device=s.device).view(
+                [-1, *[1] * (3 - dim)]
+            )
             for dim, n in enumerate(s.shape)
         )
         indices = b + batch, h, i + (T_k - T_q) + oldest, j + oldest

@@ -158,7 +158,7 @@ WRONG = {
     "batch, h, p, j: batch > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
     "b, h, p, j, *, w=3: j < w": r"a function of \(b, h, p, j\) and 0 more, got f",
     "b, h, p, *j: p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
-    "b, h, p, j: p - j": "a function that returns booleans, got torch.int64",
+    "b, h, p, j: p - j": "a function that returns booleans, got torch.int32",
     "b, h, p, j: True": "a function that returns booleans, got bool",
     "b, h, p, j: p @ j > 1.5j": "a function that PyTorch can evaluate",
     "b, h, p, j: at(p, j)": "got 'at' in f: pass it as an argument",  # another one
@@ -194,6 +194,24 @@ def test_arguments_of_masks_are_checked():
         TypeError, match=r"^mask: expected a Mask on both sides, got int"
     ):
         masks.causal() & 3
+def wraps(b, h, p, j, n):
+    return p * n >= 0
+
+
+def scaled(s, b, h, p, j, n):
+    return s + 1.0 * (p * n >= 0)
+
+
+def test_positions_have_32_bits():
+    """In the reference too, where a product of them wraps as in a kernel."""
+    q, k, v = testing.make_qkv(1, 1, 5, 16, device=DEVICE)
+    mask, score = Mask(wraps, 2**30), Score(scaled, 2**30)
+    positive = [True, True, False, False, True]  # 0, 2^30, 2^31, 3 2^30, 2^32
+    assert mask.visible(1, 1, 5, 5)[0, 0, :, 0].tolist() == positive
+    o, lse = flashlib.attention(q, k, v, mask=mask, score=score, return_lse=True)
+    testing.assert_within_budget(q, k, v, o, lse, mask=mask, score=score)
+
+
 ANOTHER_PROCESS = """
 import torch, flashlib
 q, options = torch.load("given", weights_only=False)
