@@ -214,7 +214,7 @@ class Mask:
         # Whether the mask can differ between batches, and between heads.
         self.depends, self.rule = tuple(depends), Rule(function, arguments)
         self.sizes = ()  # (name, tensor, least sizes) of the tensors of a named mask
-        if self.key not in TRIED and not torch.compiler.is_compiling():
+        if self.key not in TRIED and not internals.needs_dispatcher():
             self._try()
             TRIED.add(self.key)
 

@@ -12,6 +12,7 @@ from device import DEVICE
 from expected import same
 from processes import ROOT, output, run_python
 from scores_of_tests import some_scores
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlib
 from flashlib import masks, score_mods, testing
@@ -237,6 +238,20 @@ def test_a_pickle_in_another_process(tmp_path, monkeypatch):
     assert same(torch.load("found"), wanted)
 
 
+def test_masks_and_scores_where_tensors_are_fake():
+    """A mode that refuses to compute with the tensors that they read."""
+    ids, slopes = torch.zeros(1, 7, dtype=torch.int64), torch.ones(2)
+    with FakeTensorMode():
+        made = Mask(same_document, ids, 3), Score(steep, slopes, 5)
+    assert made[0].visible(1, 1, 7, 7).all() and len(made[1].tensors()) == 1
+
+
+def same_document(b, h, p, j, ids, n):
+    return at(ids, b, p) == at(ids, b, j)
+
+
+def steep(s, b, h, p, j, slopes, n):
+    return s + n * at(slopes, h)
 
 
 # -- kernels
