@@ -380,6 +380,15 @@ def for_kernel(key, tensors):
 # -- masks with names
 
 
+def check_sizes(name, x, *allowed):
+    """x is a tensor with as many dimensions as one of these texts, as ``[B, T_k]``."""
+    expected = f"a tensor {' or '.join(allowed)}"
+    if not isinstance(x, torch.Tensor):
+        raise wrong(name, expected, type(x).__name__, TypeError)
+    if x.ndim not in [text.count(",") + 1 for text in allowed]:
+        raise wrong(name, expected, list(x.shape))
+
+
 def _causal(b, h, p, j):
     return j <= p
 
@@ -478,6 +487,7 @@ def prefix(n):
 
 def chunks(size):
     """A query sees the keys of its own chunk of ``size`` keys, up to its position."""
+    check_count("size", size)
     return Mask(_chunks, size)
 
 
@@ -485,6 +495,7 @@ def documents(ids):
     """A query sees the keys with its own document id; ids ``[B, T_k]`` or ``[T_k]``, by
     position.
     """
+    check_sizes("ids", ids, "[T_k]", "[B, T_k]")
     one = ids.ndim == 1
     made = Mask(_documents if one else _documents_of_batches, ids)
     made.sizes = (("ids", ids, "T_k" if one else "B T_k"),)
@@ -495,6 +506,8 @@ def padding(starts, ends):
     """A query sees the keys starts[b] to ends[b] - 1 of its sequence, which are not
     padding; starts and ends ``[B]``.
     """
+    check_sizes("starts", starts, "[B]")
+    check_sizes("ends", ends, "[B]")
     made = Mask(_padding, starts, ends)
     made.sizes = ("starts", starts, "B"), ("ends", ends, "B")
     return made
@@ -504,6 +517,7 @@ def tree(ancestors):
     """A query at a node sees the nodes on its way to the root; ancestors bool ``[T,
     T]``, True at [node, ancestor] and [node, node].
     """
+    check_sizes("ancestors", ancestors, "[T, T]")
     made = Mask(_tree, ancestors)
     made.sizes = (("ancestors", ancestors, "T_k T_k"),)
     return made
@@ -514,6 +528,9 @@ def blocks(chosen, size_q, size_k):
     ``[B or 1, H or 1, blocks of queries, of keys]``, True where a position p in block p
     // size_q sees a key j in block j // size_k.
     """
+    check_sizes("chosen", chosen, "[B, H, blocks of queries, of keys]")
+    check_count("size_q", size_q)
+    check_count("size_k", size_k)
     made = Mask(_blocks, chosen, size_q, size_k)
     made.depends = (chosen.shape[0] > 1, chosen.shape[1] > 1)
     first = (x if more else "1" for x, more in zip("BH", made.depends, strict=True))

@@ -299,6 +299,7 @@ def softcap(c):
 
 def alibi(slopes):
     """``s - slope |p - j|`` (``eq-masks-alibi``); slopes ``[H]`` or ``[B, H]``."""
+    masks.check_sizes("slopes", slopes, "[H]", "[B, H]")
     one = slopes.ndim == 1
     made = Score(_alibi if one else _alibi_of_batches, slopes, derivative=_one)
     made.sizes = (("slopes", slopes, "H" if one else "B H"),)

@@ -195,6 +195,35 @@ def test_arguments_of_masks_are_checked():
         TypeError, match=r"^mask: expected a Mask on both sides, got int"
     ):
         masks.causal() & 3
+
+
+def test_arguments_of_masks_with_names_are_checked():
+    one, flags = torch.zeros(2, dtype=torch.int64), torch.ones(2, 2) > 0
+    for call, message in (
+        (lambda: masks.documents([0, 0, 1]),
+         r"ids: expected a tensor \[T_k\] or \[B, T_k\], got list"),
+        (lambda: masks.documents(one.view(1, 1, 2)),
+         r"ids: expected a tensor \[T_k\] or \[B, T_k\], got \[1, 1, 2\]"),
+        (lambda: masks.padding(one[None], one),
+         r"starts: expected a tensor \[B\], got \[1, 2\]"),
+        (lambda: masks.padding(one, one[None]),
+         r"ends: expected a tensor \[B\], got \[1, 2\]"),
+        (lambda: masks.tree(flags[0]),
+         r"ancestors: expected a tensor \[T, T\], got \[2\]"),
+        (lambda: masks.blocks(flags[None], 4, 4),
+         r"chosen: expected a tensor \[B, H, .*\], got \[1, 2, 2\]"),
+        (lambda: masks.blocks(flags[None, None], -4, 4),
+         "size_q: expected at least 1, got -4"),
+        (lambda: masks.blocks(flags[None, None], 4, 2.0),
+         "size_k: expected an integer, got float"),
+        (lambda: masks.chunks(0), "size: expected at least 1, got 0"),
+        (lambda: alibi([1.0, 2.0]),
+         r"slopes: expected a tensor \[H\] or \[B, H\], got list"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            call()
+
+
 def wraps(b, h, p, j, n):
     return p * n >= 0
 
