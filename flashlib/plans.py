@@ -25,8 +25,9 @@ import torch
 
 from flashlib import internals
 
-# Plans, or tensor maps of a descriptor; with one more, all are forgotten.
+# Plans, or tensor maps of a descriptor; with one more, the oldest is forgotten.
 MOST_KEPT = 1024
+KEEPING = threading.Lock()
 PLANS = {}  # {(launcher, deterministic mode, options, *facts of tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -67,10 +68,16 @@ def run(launcher, tensors, options=()):
     plan = PLANS.get(key)
     if plan is None:
         plan = Plan(launcher, tensors, options)
-        if len(PLANS) >= MOST_KEPT:
-            PLANS.clear()
-        PLANS[key] = plan
+        keep(PLANS, key, plan)
     return plan.run(tensors)
+
+
+def keep(known, key, value):
+    """Add to a dictionary of at most MOST_KEPT entries, of which the oldest leaves."""
+    with KEEPING:  # another thread could change it between two steps
+        if len(known) >= MOST_KEPT:
+            del known[next(iter(known))]
+        known[key] = value
 
 
 def planned(launcher):
@@ -381,10 +388,8 @@ class TensorMap:
         address = tensors[self.place].data_ptr()
         made = self.known.get(address)
         if made is None:
-            if len(self.known) >= MOST_KEPT:
-                self.known.clear()
             made = internals.tensor_map(self.descriptor, address, self.about)
-            self.known[address] = made
+            keep(self.known, address, made)
         return made
 
 
