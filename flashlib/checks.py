@@ -545,6 +545,7 @@ def check_layer_cache(x, cache, sequences, widths):
     that has 16.
     """
     from flashlib.kvcache import PagedLatentCache
+    from flashlib.paging import check_name
 
     if not isinstance(cache, PagedLatentCache):
         raise wrong("cache", "a PagedLatentCache", type(cache).__name__, TypeError)
@@ -556,6 +557,8 @@ def check_layer_cache(x, cache, sequences, widths):
         raise wrong("cache", f"d_c and d_r = {d_c} and {d_r}", held)
     if not isinstance(sequences, list | tuple) or len(sequences) != len(x):
         raise wrong("sequences", f"a list of {len(x)}, as x {shape(x)} has", sequences)
+    for name in sequences:
+        check_name(name)
     if len(set(sequences)) < len(sequences):
         raise wrong("sequences", "different ones", sequences)
     return list(sequences)

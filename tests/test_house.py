@@ -74,7 +74,8 @@ ALLOWED = {
     "flashlib.canvas": "numpy matplotlib | IPython",
     "flashlib.block_lists": f"{PLAIN} {MODS} flashlib.checks | torch {KERNELS}",
     "flashlib.checks": f"torch {PLAIN} {MODS} flashlib.plans | {KERNELS} {MASKS} "
-    "flashlib.score_functions flashlib.block_lists flashlib.kvcache",
+    "flashlib.score_functions flashlib.block_lists flashlib.kvcache "
+    "flashlib.paging",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
