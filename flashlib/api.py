@@ -205,6 +205,7 @@ def scaled_dot_product_attention(
     dimensions or of heads. Source: chapter *Masks*.
     """
     checks.check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    query, key, value = ops.autocast(query, key, value)
     q, k, v, attn_mask = checks.check_sdpa(query, key, value, attn_mask)
     if dropout_p is not None:
         checks.check_dropout(dropout_p, "dropout_p")

@@ -427,6 +427,16 @@ def test_calls_in_the_shape_of_pytorchs(L, S, H_kv, mask, is_causal):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=4e-5)
 
 
+def test_a_call_in_the_shape_of_pytorchs_under_autocast():
+    """Of mixed dtypes, as PyTorch's function takes them."""
+    q, k, v = testing.make_qkv(1, 2, 8, 16, device=DEVICE)
+    numbers = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        o = flashlib.scaled_dot_product_attention(q, k.bfloat16(), v, numbers)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    assert torch.equal(o, flashlib.attention(q, k, v, bias=numbers))
+
+
 def test_wrong_calls_in_the_shape_of_pytorchs():
     q, k, v = testing.make_qkv(1, 4, 8, 16, H_kv=2, device=DEVICE)
     seen = torch.ones(8, 8, dtype=torch.bool, device=DEVICE)
