@@ -145,6 +145,7 @@ def _attention(
     """``(o, lse)`` of :func:`attention`; changes: what changes the scores, or None."""
     checks.check_method(method, tune, changes or {})
     checks.check_flags(causal=causal, deterministic=deterministic)
+    checks.check_determinism(deterministic)
     q, k, v = ops.autocast(q, k, v)
     scale = checks.check_scale(scale, q)
     if changes:
@@ -154,7 +155,6 @@ def _attention(
         return ops.attend_masked(q, k, v, score_mod, None, method)
     if method == "standard":
         return ops.standard(q, k, v, causal, scale)
-    checks.check_determinism(deterministic)
     method = "tuned" if tune else method
     return ops.flash(q, k, v, causal, scale, method, deterministic)
 

@@ -126,7 +126,7 @@ def check_determinism(deterministic):
     """deterministic=False is allowed, unless PyTorch has been told otherwise."""
     if not deterministic and torch.are_deterministic_algorithms_enabled():
         expected = "True under torch.use_deterministic_algorithms(True)"
-        got = "False, which accumulates dQ in no fixed order"
+        got = "False, which lets dQ be accumulated in no fixed order"
         raise wrong("deterministic", expected, got)
 
 
