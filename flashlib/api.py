@@ -120,8 +120,6 @@ def attention(
         window = checks.window_or_none(window)
     arguments = q, k, v, causal, scale, method, deterministic, tune
     dropout = checks.dropout_or_none(dropout)
-    if seed is not None:
-        seed = checks.check_seed(seed, q)
     if not (
         window is None and softcap is None and alibi_slopes is None and score is None
         and bias is None and sinks is None and mask is None and dropout is None
@@ -132,10 +130,11 @@ def attention(
             "dropout": dropout,
         }  # fmt: skip
         o, lse = _attention(*arguments, changes, seed)
-    elif _composite.takes(*arguments):
-        o, lse = _composite.operator(*arguments)
     else:
-        o, lse = _attention(*arguments)
+        if seed is not None:
+            checks.check_seed(seed, q)
+        composed = _composite.takes(*arguments)
+        o, lse = (_composite.operator if composed else _attention)(*arguments)
     return (o, lse) if return_lse else o
 
 

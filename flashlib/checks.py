@@ -306,16 +306,23 @@ def check_dropout(dropout, name="dropout"):
 
 
 def check_seed(seed, q):
-    """The seed of dropout as a tensor int64 [1]; None draws one on the device of q."""
+    """The seed of dropout is an integer, or a tensor int64 [1] on the device of q."""
+    if not isinstance(seed, torch.Tensor):
+        check_count("seed", seed, least=0, most=2**63 - 1)
+        return
+    check_tensor("q", q, q)
+    check_tensor("seed", seed, q, dtype=torch.int64)
+    if tuple(seed.shape) != (1,):
+        raise wrong("seed", "[1]", shape(seed))
+
+
+def seed_of(seed, q):
+    """A checked seed as a tensor int64 [1]; None draws one on the device of q."""
     check_tensor("q", q, q)
     if seed is None:
         return torch.randint(2**63 - 1, (1,), device=q.device)
     if isinstance(seed, torch.Tensor):
-        check_tensor("seed", seed, q, dtype=torch.int64)
-        if tuple(seed.shape) != (1,):
-            raise wrong("seed", "[1]", shape(seed))
         return seed
-    check_count("seed", seed, least=0, most=2**63 - 1)
     return torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
 
