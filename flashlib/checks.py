@@ -280,15 +280,18 @@ def check_score_mod(
         if bias.ndim > 4:
             raise wrong("bias", "at most 4 dimensions [B, H, T_q, T_k]", shape(bias))
         bias = bias[(None,) * (4 - bias.ndim)]
-    sides = check_window(window, causal)
-    if seed is not None or dropout is not None:
-        seed = check_seed(seed, q)
+    left, right = check_window(window, causal)
+    if seed is not None:
+        check_seed(seed, q)
     if dropout is None:
         seed, dropout = None, 0.0
     else:
         dropout = check_dropout(dropout)
-    changes = cap, alibi_slopes, bias, sinks, mask, seed, dropout, score
-    return ScoreMod(scale, *sides, *changes)
+        seed = seed_of(seed, q)
+    return ScoreMod(
+        scale=scale, left=left, right=right, softcap=cap, slopes=alibi_slopes,
+        bias=bias, sinks=sinks, mask=mask, seed=seed, dropout=dropout, function=score,
+    )  # fmt: skip
 
 
 def dropout_or_none(dropout):
