@@ -12,7 +12,13 @@ import numbers
 
 import torch
 
-from flashlib.plain_checks import check_count, check_window, wrong
+from flashlib.plain_checks import (
+    SOFTCAPS,
+    check_count,
+    check_window,
+    type_name,
+    wrong,
+)
 from flashlib.plans import Spec
 from flashlib.score_mods import Packing, ScoreMod, function_of, mask_of
 
@@ -25,7 +31,6 @@ HEAD_DIMS = (16, 256)
 LATENTS, ROTARY = (8, 512), (1, 128)  # columns of a latent, and rotary ones next to it
 MOST_CAPTURED = 6  # tensors that a mask and a score may read together
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
-SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
 
 def shape(x):

@@ -7,6 +7,7 @@ import math
 # A side of a window without a limit: beyond every distance between a query and a key,
 # and small enough to add to a position in 32 bits.
 UNLIMITED = 2**30
+SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
 
 def wrong(name, expected, got, error=ValueError):

@@ -28,7 +28,7 @@ import torch
 
 from flashlib import internals, masks
 from flashlib.masks import CAPTURED, KNOWN, TRIED, Rule, at
-from flashlib.plain_checks import wrong
+from flashlib.plain_checks import SOFTCAPS, wrong
 from flashlib.sources import source_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *masks.INTEGERS)
@@ -292,8 +292,9 @@ def softcap(c):
     """``c tanh(s / c)`` (``eq-masks-softcap``), for c from 1e-30 to 1e30."""
     if isinstance(c, bool) or not isinstance(c, int | float):
         raise wrong("softcap", "a real number", type(c).__name__, TypeError)
-    if not 1e-30 <= c <= 1e30:
-        raise wrong("softcap", "a number from 1e-30 to 1e+30", c)
+    low, high = SOFTCAPS
+    if not low <= c <= high:
+        raise wrong("softcap", f"a number from {low:.0e} to {high:.0e}", c)
     return Score(_softcap, float(c), 1.0 / c, derivative=_of_softcap)
 
 
