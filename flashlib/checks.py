@@ -45,7 +45,10 @@ def check_flags(**named):
     """Every value is True or False."""
     for name, value in named.items():
         if not isinstance(value, bool):
+            # NumPy's booleans print as Python's.
+            numpys = type(value).__module__ == "numpy"
             got = repr(value) if isinstance(value, str) else value
+            got = type_name(value) if numpys else got
             raise wrong(name, "True or False", got, TypeError)
 
 
@@ -64,7 +67,7 @@ OR_NONE = "a real number or None"  # what callers of check_number expect that ta
 def check_number(name, number, expected="a real number"):
     """A finite number that float32 can hold, as a float."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise wrong(name, expected, type(number).__name__, TypeError)
+        raise wrong(name, expected, type_name(number), TypeError)
     try:
         value = float(number)
     except OverflowError:  # an integer beyond the largest float
@@ -240,10 +243,9 @@ def check_sdpa(query, key, value, attn_mask):
             raise wrong("attn_mask", f"at most {query.ndim} dimensions", attn_mask.ndim)
         if single and attn_mask.ndim == 3:
             attn_mask = attn_mask[:, None]
-        if dtype.is_floating_point:
-            check_dtype("attn_mask", dtype)
-        else:
-            dtype = torch.bool
+        if dtype not in (torch.bool, *DTYPES):
+            expected = "dtype bool, float32, float16 or bfloat16"
+            raise wrong("attn_mask", expected, dtype, TypeError)
         sizes = [*q.shape[:3], k.shape[2]]
         check_mask_tensor(attn_mask, q, sizes, "attn_mask", dtype)
     return q, k, v, attn_mask

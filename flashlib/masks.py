@@ -26,7 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlib import internals
-from flashlib.plain_checks import UNLIMITED, check_count, check_window, wrong
+from flashlib.plain_checks import (
+    UNLIMITED,
+    check_count,
+    check_window,
+    type_name,
+    wrong,
+)
 from flashlib.sources import source_of
 
 # -- what a function may use, on tensors
@@ -345,7 +351,7 @@ def check_argument(name, x, dtypes=INTEGERS):
             raise wrong(name, expected, list(x.shape))
     elif isinstance(x, bool) or not isinstance(x, int):
         expected = "integers and tensors as arguments"
-        raise wrong(name, expected, type(x).__name__, TypeError)
+        raise wrong(name, expected, type_name(x), TypeError)
     elif abs(x) >= 2**31:
         raise wrong(name, "integers of 32 bits", x)
 

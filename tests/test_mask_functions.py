@@ -5,6 +5,7 @@ random calls, with scores as functions too.
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from cases import output_gradients
@@ -184,6 +185,7 @@ def test_arguments_of_masks_are_checked():
         ((lambda_,), "a function that is defined by def, got a lambda"),
         ((3,), "a function that is defined by def, got 3"),
         ((far, 1.5), "integers and tensors as arguments, got float"),
+        ((far, np.int64(1)), "integers and tensors as arguments, got numpy.int64"),
         ((far, True), "integers and tensors as arguments, got bool"),
         ((far, 2**31), "integers of 32 bits, got"),
         ((far, torch.ones(3)), "tensors of int32, int64 or bool, got torch.float32"),
@@ -446,7 +448,7 @@ def test_wrong_calls_in_the_shape_of_pytorchs():
         ((q, q[0], q), {}, r"key: expected \[N, H, L, E\] or \[N, L, E\], like the"),
         ((q[None],) * 3, {}, r"query: expected \[N, H, L, E\] or \[N, L, E\], like"),
         ((q, q, q, 3), {}, "attn_mask: expected a torch.Tensor, got int"),
-        ((q, q, q, seen.int()), {}, "attn_mask: expected dtype torch.bool, got torch"),
+        ((q, q, q, seen.int()), {}, "attn_mask: expected dtype bool, float32, .*int32"),
         ((q, q, q, seen.double()), {}, "attn_mask: expected dtype .* torch.float64"),
         ((q, q, q, seen[:5]), {}, r"attn_mask: expected sizes .* got \[5, 8\]"),
         ((q.double(),) * 3, {}, "query: expected dtype float32, .* torch.float64"),
