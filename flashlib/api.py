@@ -49,8 +49,8 @@ def attention(
         T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
         pair is visible are skipped (of a block of queries that sees no key, a kernel
         may read one), and a mask is evaluated only where a tile has visible and hidden
-        pairs. A call lists its tiles;
-        :class:`flashlib.block_lists.BlockLists` are lists for several calls.
+        pairs. A call lists its tiles; :class:`flashlib.block_lists.BlockLists` are
+        lists for several calls.
     dropout : float or None
         Probability, less than 1, with which a weight is dropped after the softmax; the
         others are divided by 1 - dropout. lse does not change.
