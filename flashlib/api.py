@@ -49,8 +49,8 @@ def attention(
         T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
         pair is visible are skipped (of a block of queries that sees no key, a kernel
         may read one), and a mask is evaluated only where a tile has visible and hidden
-        pairs. A call lists its tiles;
-        :class:`flashlib.block_lists.BlockLists` are lists for several calls.
+        pairs. A call lists its tiles; :class:`flashlib.block_lists.BlockLists` are
+        lists for several calls.
     dropout : float or None
         Probability, less than 1, with which a weight is dropped after the softmax; the
         others are divided by 1 - dropout. lse does not change.
@@ -120,8 +120,6 @@ def attention(
         window = checks.window_or_none(window)
     arguments = q, k, v, causal, scale, method, deterministic, tune
     dropout = checks.dropout_or_none(dropout)
-    if seed is not None:
-        seed = checks.check_seed(seed, q)
     if not (
         window is None and softcap is None and alibi_slopes is None and score is None
         and bias is None and sinks is None and mask is None and dropout is None
@@ -132,10 +130,11 @@ def attention(
             "dropout": dropout,
         }  # fmt: skip
         o, lse = _attention(*arguments, changes, seed)
-    elif _composite.takes(*arguments):
-        o, lse = _composite.operator(*arguments)
     else:
-        o, lse = _attention(*arguments)
+        if seed is not None:
+            checks.check_seed(seed, q)
+        composed = _composite.takes(*arguments)
+        o, lse = (_composite.operator if composed else _attention)(*arguments)
     return (o, lse) if return_lse else o
 
 
@@ -145,6 +144,7 @@ def _attention(
     """``(o, lse)`` of :func:`attention`; changes: what changes the scores, or None."""
     checks.check_method(method, tune, changes or {})
     checks.check_flags(causal=causal, deterministic=deterministic)
+    checks.check_determinism(deterministic)
     q, k, v = ops.autocast(q, k, v)
     scale = checks.check_scale(scale, q)
     if changes:
@@ -154,7 +154,6 @@ def _attention(
         return ops.attend_masked(q, k, v, score_mod, None, method)
     if method == "standard":
         return ops.standard(q, k, v, causal, scale)
-    checks.check_determinism(deterministic)
     method = "tuned" if tune else method
     return ops.flash(q, k, v, causal, scale, method, deterministic)
 
@@ -205,6 +204,7 @@ def scaled_dot_product_attention(
     dimensions or of heads. Source: chapter *Masks*.
     """
     checks.check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    query, key, value = ops.autocast(query, key, value)
     q, k, v, attn_mask = checks.check_sdpa(query, key, value, attn_mask)
     if dropout_p is not None:
         checks.check_dropout(dropout_p, "dropout_p")

@@ -32,11 +32,6 @@ EIGHT_BITS = torch.float8_e4m3fn  # the dtype of a cache in eight bits
 HAVE_EIGHT_BITS = (8, 9)  # the first compute capability with this type
 
 
-def capacity(k_cache, block_table):
-    """How many keys of a sequence a cache holds."""
-    return k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
-
-
 def check_changes_of_decode(q, cache, window, softcap, score, mask):
     """``(left, mask, function)`` of a call of ``flashlib.decode``: the left side of its
     window, a MaskOf or None, and the softcap and the score as a FunctionOf or None.
@@ -45,12 +40,13 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
     if mask is score is softcap is None:
         return left, None, None
     from flashlib import masks, score_functions
+    from flashlib.kernels.cached import capacity_of
 
     check_cache(q, *cache)
     k_cache, _, seq_lens, block_table, *_ = cache
     if mask is not None:
         if isinstance(mask, torch.Tensor):
-            T_k = capacity(k_cache, block_table)
+            T_k = capacity_of(k_cache.shape[2], block_table)
             check_mask_tensor(mask, q, [*q.shape[:3], T_k])
             mask = masks.from_cache_tensor(mask, q.shape[2], T_k, seq_lens)
         elif isinstance(mask, masks.Mask):

@@ -12,7 +12,13 @@ import numbers
 
 import torch
 
-from flashlib.plain_checks import check_count, check_window, wrong
+from flashlib.plain_checks import (
+    SOFTCAPS,
+    check_count,
+    check_window,
+    type_name,
+    wrong,
+)
 from flashlib.plans import Spec
 from flashlib.score_mods import Packing, ScoreMod, function_of, mask_of
 
@@ -25,7 +31,6 @@ HEAD_DIMS = (16, 256)
 LATENTS, ROTARY = (8, 512), (1, 128)  # columns of a latent, and rotary ones next to it
 MOST_CAPTURED = 6  # tensors that a mask and a score may read together
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
-SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
 
 def shape(x):
@@ -40,7 +45,10 @@ def check_flags(**named):
     """Every value is True or False."""
     for name, value in named.items():
         if not isinstance(value, bool):
+            # NumPy's booleans print as Python's.
+            numpys = type(value).__module__ == "numpy"
             got = repr(value) if isinstance(value, str) else value
+            got = type_name(value) if numpys else got
             raise wrong(name, "True or False", got, TypeError)
 
 
@@ -59,7 +67,7 @@ OR_NONE = "a real number or None"  # what callers of check_number expect that ta
 def check_number(name, number, expected="a real number"):
     """A finite number that float32 can hold, as a float."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise wrong(name, expected, type(number).__name__, TypeError)
+        raise wrong(name, expected, type_name(number), TypeError)
     try:
         value = float(number)
     except OverflowError:  # an integer beyond the largest float
@@ -126,7 +134,7 @@ def check_determinism(deterministic):
     """deterministic=False is allowed, unless PyTorch has been told otherwise."""
     if not deterministic and torch.are_deterministic_algorithms_enabled():
         expected = "True under torch.use_deterministic_algorithms(True)"
-        got = "False, which accumulates dQ in no fixed order"
+        got = "False, which lets dQ be accumulated in no fixed order"
         raise wrong("deterministic", expected, got)
 
 
@@ -235,10 +243,9 @@ def check_sdpa(query, key, value, attn_mask):
             raise wrong("attn_mask", f"at most {query.ndim} dimensions", attn_mask.ndim)
         if single and attn_mask.ndim == 3:
             attn_mask = attn_mask[:, None]
-        if dtype.is_floating_point:
-            check_dtype("attn_mask", dtype)
-        else:
-            dtype = torch.bool
+        if dtype not in (torch.bool, *DTYPES):
+            expected = "dtype bool, float32, float16 or bfloat16"
+            raise wrong("attn_mask", expected, dtype, TypeError)
         sizes = [*q.shape[:3], k.shape[2]]
         check_mask_tensor(attn_mask, q, sizes, "attn_mask", dtype)
     return q, k, v, attn_mask
@@ -280,15 +287,18 @@ def check_score_mod(
         if bias.ndim > 4:
             raise wrong("bias", "at most 4 dimensions [B, H, T_q, T_k]", shape(bias))
         bias = bias[(None,) * (4 - bias.ndim)]
-    sides = check_window(window, causal)
-    if seed is not None or dropout is not None:
-        seed = check_seed(seed, q)
+    left, right = check_window(window, causal)
+    if seed is not None:
+        check_seed(seed, q)
     if dropout is None:
         seed, dropout = None, 0.0
     else:
         dropout = check_dropout(dropout)
-    changes = cap, alibi_slopes, bias, sinks, mask, seed, dropout, score
-    return ScoreMod(scale, *sides, *changes)
+        seed = seed_of(seed, q)
+    return ScoreMod(
+        scale=scale, left=left, right=right, softcap=cap, slopes=alibi_slopes,
+        bias=bias, sinks=sinks, mask=mask, seed=seed, dropout=dropout, function=score,
+    )  # fmt: skip
 
 
 def dropout_or_none(dropout):
@@ -306,16 +316,23 @@ def check_dropout(dropout, name="dropout"):
 
 
 def check_seed(seed, q):
-    """The seed of dropout as a tensor int64 [1]; None draws one on the device of q."""
+    """The seed of dropout is an integer, or a tensor int64 [1] on the device of q."""
+    if not isinstance(seed, torch.Tensor):
+        check_count("seed", seed, least=0, most=2**63 - 1)
+        return
+    check_tensor("q", q, q)
+    check_tensor("seed", seed, q, dtype=torch.int64)
+    if tuple(seed.shape) != (1,):
+        raise wrong("seed", "[1]", shape(seed))
+
+
+def seed_of(seed, q):
+    """A checked seed as a tensor int64 [1]; None draws one on the device of q."""
     check_tensor("q", q, q)
     if seed is None:
         return torch.randint(2**63 - 1, (1,), device=q.device)
     if isinstance(seed, torch.Tensor):
-        check_tensor("seed", seed, q, dtype=torch.int64)
-        if tuple(seed.shape) != (1,):
-            raise wrong("seed", "[1]", shape(seed))
         return seed
-    check_count("seed", seed, least=0, most=2**63 - 1)
     return torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
 
@@ -545,6 +562,7 @@ def check_layer_cache(x, cache, sequences, widths):
     that has 16.
     """
     from flashlib.kvcache import PagedLatentCache
+    from flashlib.paging import check_name
 
     if not isinstance(cache, PagedLatentCache):
         raise wrong("cache", "a PagedLatentCache", type(cache).__name__, TypeError)
@@ -556,6 +574,8 @@ def check_layer_cache(x, cache, sequences, widths):
         raise wrong("cache", f"d_c and d_r = {d_c} and {d_r}", held)
     if not isinstance(sequences, list | tuple) or len(sequences) != len(x):
         raise wrong("sequences", f"a list of {len(x)}, as x {shape(x)} has", sequences)
+    for name in sequences:
+        check_name(name)
     if len(set(sequences)) < len(sequences):
         raise wrong("sequences", "different ones", sequences)
     return list(sequences)

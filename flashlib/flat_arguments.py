@@ -125,20 +125,23 @@ def masked_arguments(score_mod, packing=None, method="auto"):
     Packing or None: the tensors that a MaskedTensors holds, one by one, and a
     MaskedOptions.
     """
-    (
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
-    ) = score_mod  # fmt: skip
+    x, bias, mask = score_mod, score_mod.bias, score_mod.mask
     starts_q, starts_k, longest_q, longest_k = packing or (None, None, 0, 0)
-    keys, captured = keys_and_captured(mask, function)
+    keys, captured = keys_and_captured(mask, x.function)
     mask_key, (by_batch, by_head), function_key, gathers = keys
     lists = TileLists() if mask is None else mask.lists
     bias_gradient = bias is not None and bias.requires_grad
-    tensors = bias, sinks, slopes, starts_q, starts_k, seed, *captured, *lists
-    options = MaskedOptions(
-        longest_q, longest_k, left, right, softcap, scale, mask_key, by_batch, by_head,
-        function_key, gathers, dropout, bias_gradient, method,
+    tensors = MaskedTensors(
+        bias=bias, sinks=x.sinks, slopes=x.slopes, starts_q=starts_q,
+        starts_k=starts_k, seed=x.seed, captured=captured, lists=lists,
     )  # fmt: skip
-    return tensors, options
+    options = MaskedOptions(
+        longest_q=longest_q, longest_k=longest_k, left=x.left, right=x.right,
+        softcap=x.softcap, scale=x.scale, mask_key=mask_key, by_batch=by_batch,
+        by_head=by_head, function_key=function_key, gathers=gathers,
+        dropout=x.dropout, bias_gradient=bias_gradient, method=method,
+    )  # fmt: skip
+    return tensors.flat(), options
 
 
 def score_mod_and_packing(extra, options):
@@ -156,7 +159,7 @@ def score_mod_and_packing(extra, options):
         softcap=options.softcap,
         slopes=extra.slopes,
         bias=extra.bias,
-        sinks=extra.sinks,
+        sinks=None if extra.sinks is None else extra.sinks.contiguous(),
         mask=mask,
         seed=extra.seed,
         dropout=options.dropout,

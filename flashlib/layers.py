@@ -262,6 +262,8 @@ class LatentAttention(torch.nn.Module):
         if cache is not None:
             sequences = self._check_cache(x, cache, sequences)
             starts = [cache.length(sequence) for sequence in sequences]
+        elif sequences is not None:
+            raise wrong("sequences", "None without a cache", sequences)
         turns = self._turns(starts, x)
 
         hidden = x if w_a is None else _normalized(x @ w_a, norm_q)

@@ -2,8 +2,9 @@
 
 A :class:`Mask` is a Python function of a batch b, a head h, the position p of a query
 and the position j of a key, written with operators and the functions of :data:`NAMED`.
-The reference evaluates it on tensors; the kernels compile the same source. Query i has
-position p = i + T_k - T_q, so that the last query is at the last key.
+The reference evaluates it on tensors; the kernels compile the same source. All four are
+int32, and so are products of them, which wrap beyond 2^31 - 1. Query i has position p =
+i + T_k - T_q, so that the last query is at the last key.
 
     def near(b, h, p, j, width):
         return p - j < width
@@ -17,18 +18,22 @@ and a process keeps them all.
 """
 
 import ast
-import builtins
 import functools
 import hashlib
-import inspect
-import textwrap
 import types
 from typing import Any, NamedTuple
 
 import torch
 
 from flashlib import internals
-from flashlib.plain_checks import UNLIMITED, check_window, wrong
+from flashlib.plain_checks import (
+    UNLIMITED,
+    check_count,
+    check_window,
+    type_name,
+    wrong,
+)
+from flashlib.sources import source_of
 
 # -- what a function may use, on tensors
 
@@ -79,57 +84,6 @@ def in_kernels():
 
 
 # -- functions
-
-
-def source_of(function, name, first, count, named):
-    """The source of a function that a kernel can compile, called name in errors, whose
-    first parameters have these names, with ``count`` more, and which may use the
-    functions in ``named``. Raises TypeError or ValueError with a cure.
-    """
-    if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
-        got = "a lambda" if isinstance(function, types.FunctionType) else function
-        raise wrong(name, "a function that is defined by def", got, TypeError)
-    code, scope = function.__code__, vars(builtins) | function.__globals__
-    foreign = [x for x in code.co_names if scope.get(x) is not named.get(x, code)]
-    if foreign := [*code.co_freevars, *foreign]:
-        module = "masks" if named is NAMED else "score_functions"
-        expected = "a function of its parameters and, of flashlib."
-        expected += f"{module}, {', '.join(named)} only"
-        got = f"{foreign[0]!r} in {code.co_name}: pass it as an argument of the {name}"
-        raise wrong(name, expected, got)
-    return checked_source(code, name, first, count)
-
-
-@functools.cache
-def checked_source(code, name, first, count):
-    """The rest of source_of, for the code of a function."""
-    label = code.co_name
-    try:
-        source = textwrap.dedent(inspect.getsource(code))
-    except OSError as error:
-        expected = "a function from a file or a notebook, whose source can be read"
-        raise wrong(name, expected, label) from error
-    variable = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    variable = variable or code.co_kwonlyargcount
-    own = code.co_varnames[: code.co_argcount]
-    if len(own) != len(first) + count or own[: len(first)] != first or variable:
-        expected = f"a function of ({', '.join(first)}) and {count} more"
-        parameters = ", ".join(own)
-        raise wrong(name, expected, f"{label}({parameters}{', *' * bool(variable)})")
-    if any(isinstance(x, types.CodeType) for x in code.co_consts):
-        expected = "a function without functions and comprehensions inside"
-        raise wrong(name, expected, label)
-    for node in ast.walk(ast.parse(source)):
-        operator = getattr(node, "op", None)
-        if isinstance(operator, ast.FloorDiv | ast.Mod):
-            expected = "div(a, b) and mod(a, b), which round down on every device"
-            raise wrong(name, expected, f"// or % in {label}")
-        if isinstance(operator, ast.And | ast.Or | ast.Not) or (
-            isinstance(node, ast.Compare) and len(node.ops) > 1
-        ):
-            expected = "&, | and ~ between comparisons in parentheses"
-            raise wrong(name, expected, f"and, or, not or a chain in {label}")
-    return source
 
 
 @functools.cache
@@ -201,6 +155,15 @@ def elsewhere(b, h, p, j, whole, heads, rows, keys):
     return whole[0](b, at(heads, h), at(rows, p), at(keys, j), *whole[1])
 
 
+def register(made):
+    """Add the Rule of a Mask or a Score to those that are known: one that was pickled
+    may come from another process.
+    """
+    KNOWN.setdefault(
+        made.key, made.rule.mapped(lambda x: x, lambda x: CAPTURED, lambda f: f)
+    )
+
+
 # torch.compile calls these two while it traces, and keeps what they return.
 
 
@@ -238,9 +201,9 @@ class Mask:
     """Which keys a query sees: True where ``function(b, h, p, j, *arguments)`` is.
 
     function
-        defined by ``def``; its names are its parameters and those of NAMED, as ``at``
-        or ``where`` of this module. It gets
-        integers, or integer tensors that broadcast, and returns booleans.
+        defined by ``def``; it may use only its parameters and the functions in NAMED,
+        such as ``at`` and ``where`` of this module. It gets b, h, p and j as int32
+        tensors that broadcast, and returns booleans.
     arguments
         integers, and tensors (int32, int64 or bool) on the device of the queries, which
         the function reads by ``at``. Each new integer compiles another kernel, which
@@ -257,7 +220,7 @@ class Mask:
         # Whether the mask can differ between batches, and between heads.
         self.depends, self.rule = tuple(depends), Rule(function, arguments)
         self.sizes = ()  # (name, tensor, least sizes) of the tensors of a named mask
-        if self.key not in TRIED and not torch.compiler.is_compiling():
+        if self.key not in TRIED and not internals.needs_dispatcher():
             self._try()
             TRIED.add(self.key)
 
@@ -266,9 +229,8 @@ class Mask:
         devices = {x.device for x in self.tensors()}
         if len(devices) > 1:
             raise wrong("mask", "tensors on one device", sorted(map(str, devices)))
-        zero = torch.zeros(
-            2, dtype=torch.int64, device=devices.pop() if devices else None
-        )
+        device = devices.pop() if devices else None
+        zero = torch.zeros(2, dtype=torch.int32, device=device)
         try:
             seen = self(zero, zero, zero, zero)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -292,6 +254,10 @@ class Mask:
         made.sizes = sum([mask.sizes for mask in masks], ())
         return made
 
+    def __setstate__(self, state):
+        vars(self).update(state)
+        register(self)
+
     def __and__(self, other):
         return Mask._combined(both, self, other)
 
@@ -314,7 +280,7 @@ class Mask:
         return made
 
     def __call__(self, b, h, p, j):
-        """The function on integer tensors that broadcast."""
+        """The function on int32 tensors that broadcast."""
         return self.rule.function(b, h, p, j, *self.rule.arguments)
 
     def visible(self, B, H, T_q, T_k, device=None, batch=0, oldest=0):
@@ -322,7 +288,9 @@ class Mask:
         and the first key may have other numbers than 0.
         """
         b, h, i, j = (
-            torch.arange(n, device=device).view([-1, *[1] * (3 - dim)])
+            torch.arange(n, dtype=torch.int32, device=device).view(
+                [-1, *[1] * (3 - dim)]
+            )
             for dim, n in enumerate((B, H, T_q, T_k))
         )
         positions = i + (T_k - T_q) + oldest
@@ -383,7 +351,7 @@ def check_argument(name, x, dtypes=INTEGERS):
             raise wrong(name, expected, list(x.shape))
     elif isinstance(x, bool) or not isinstance(x, int):
         expected = "integers and tensors as arguments"
-        raise wrong(name, expected, type(x).__name__, TypeError)
+        raise wrong(name, expected, type_name(x), TypeError)
     elif abs(x) >= 2**31:
         raise wrong(name, "integers of 32 bits", x)
 
@@ -416,6 +384,15 @@ def for_kernel(key, tensors):
 
 
 # -- masks with names
+
+
+def check_sizes(name, x, *allowed):
+    """x is a tensor with as many dimensions as one of these texts, as ``[B, T_k]``."""
+    expected = f"a tensor {' or '.join(allowed)}"
+    if not isinstance(x, torch.Tensor):
+        raise wrong(name, expected, type(x).__name__, TypeError)
+    if x.ndim not in [text.count(",") + 1 for text in allowed]:
+        raise wrong(name, expected, list(x.shape))
 
 
 def _causal(b, h, p, j):
@@ -516,6 +493,7 @@ def prefix(n):
 
 def chunks(size):
     """A query sees the keys of its own chunk of ``size`` keys, up to its position."""
+    check_count("size", size)
     return Mask(_chunks, size)
 
 
@@ -523,6 +501,7 @@ def documents(ids):
     """A query sees the keys with its own document id; ids ``[B, T_k]`` or ``[T_k]``, by
     position.
     """
+    check_sizes("ids", ids, "[T_k]", "[B, T_k]")
     one = ids.ndim == 1
     made = Mask(_documents if one else _documents_of_batches, ids)
     made.sizes = (("ids", ids, "T_k" if one else "B T_k"),)
@@ -533,6 +512,8 @@ def padding(starts, ends):
     """A query sees the keys starts[b] to ends[b] - 1 of its sequence, which are not
     padding; starts and ends ``[B]``.
     """
+    check_sizes("starts", starts, "[B]")
+    check_sizes("ends", ends, "[B]")
     made = Mask(_padding, starts, ends)
     made.sizes = ("starts", starts, "B"), ("ends", ends, "B")
     return made
@@ -542,6 +523,7 @@ def tree(ancestors):
     """A query at a node sees the nodes on its way to the root; ancestors bool ``[T,
     T]``, True at [node, ancestor] and [node, node].
     """
+    check_sizes("ancestors", ancestors, "[T, T]")
     made = Mask(_tree, ancestors)
     made.sizes = (("ancestors", ancestors, "T_k T_k"),)
     return made
@@ -552,6 +534,9 @@ def blocks(chosen, size_q, size_k):
     ``[B or 1, H or 1, blocks of queries, of keys]``, True where a position p in block p
     // size_q sees a key j in block j // size_k.
     """
+    check_sizes("chosen", chosen, "[B, H, blocks of queries, of keys]")
+    check_count("size_q", size_q)
+    check_count("size_k", size_k)
     made = Mask(_blocks, chosen, size_q, size_k)
     made.depends = (chosen.shape[0] > 1, chosen.shape[1] > 1)
     first = (x if more else "1" for x, more in zip("BH", made.depends, strict=True))

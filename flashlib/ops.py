@@ -461,6 +461,7 @@ def decode_forward(
     mask, function = score_mods.mask_and_function(
         mask_key, (False, False), function_key, gathers, captured, score_mods.Lists()
     )
+    sinks = None if sinks is None else sinks.contiguous()
     changes = decoding.Changes(mask, function, sinks)
     return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 

@@ -27,6 +27,15 @@ import numpy as np
 from flashlib.plain_checks import check_count, wrong
 
 
+def check_name(name):
+    """The name of a sequence can be the key of a dictionary."""
+    try:
+        hash(name)
+    except TypeError as error:
+        got = type(name).__name__
+        raise wrong("sequence", "a name that can be hashed", got, TypeError) from error
+
+
 class NoRoom(ValueError):
     """A call needs ``asked`` pages, or ``asked`` consecutive slots, and ``free`` are
     free, though perhaps not consecutive. Nothing has changed.
@@ -168,6 +177,7 @@ class PagePool:
         """End a sequence, also one that is swapped out; pages that no other one holds
         are free again.
         """
+        check_name(name)
         away = self._swapped.pop(name, None) is not None
         self._note("free", name, released=[] if away else self._drop(name))
 
@@ -183,6 +193,7 @@ class PagePool:
         """Bring a sequence back, into pages of its own. Raises NoRoom where too few are
         free, ValueError for a sequence that was not swapped out.
         """
+        check_name(name)
         if name not in self._swapped:
             raise wrong("sequence", "one that was swapped out", repr(name))
         self._require_free(self.rounded(self._swapped[name]) // self.page_size)
@@ -208,6 +219,7 @@ class PagePool:
         return {"pages": self.pages, "page_size": self.page_size, "steps": steps}
 
     def _known(self, name):
+        check_name(name)
         if name in self._swapped:
             raise wrong("sequence", "one that is not swapped out", repr(name))
         if name not in self._tables:
@@ -216,6 +228,7 @@ class PagePool:
         return name
 
     def _unknown(self, name):
+        check_name(name)
         if name in self._tables or name in self._swapped:
             raise wrong("sequence", "a name new to the pool", repr(name))
 

@@ -7,6 +7,7 @@ import math
 # A side of a window without a limit: beyond every distance between a query and a key,
 # and small enough to add to a position in 32 bits.
 UNLIMITED = 2**30
+SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
 
 def wrong(name, expected, got, error=ValueError):
@@ -17,13 +18,19 @@ def wrong(name, expected, got, error=ValueError):
     return error(f"{name}: expected {expected}, got {got}")
 
 
+def type_name(x):
+    """The name of a type, which for NumPy's numbers begins with ``numpy``."""
+    kind = type(x)
+    return f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
+
+
 def check_count(name, value, least=1, most=math.inf):
     """The value is a Python integer from ``least`` to ``most``; NumPy's would overflow.
 
     Raises TypeError or ValueError.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong(name, "an integer", type(value).__name__, TypeError)
+        raise wrong(name, "an integer", type_name(value), TypeError)
     if value < least:
         raise wrong(name, f"at least {least}", value)
     if value > most:

@@ -25,9 +25,10 @@ import torch
 
 from flashlib import internals
 
-# The most plans, or tensor maps of one descriptor, that are kept. All of them are
-# dropped before one more is added.
+# The most plans, or tensor maps of one descriptor, that are kept. The oldest is dropped
+# before one more is added.
 MOST_KEPT = 1024
+KEEPING = threading.Lock()
 PLANS = {}  # {(launcher, deterministic mode, options, *facts of tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -68,10 +69,16 @@ def run(launcher, tensors, options=()):
     plan = PLANS.get(key)
     if plan is None:
         plan = Plan(launcher, tensors, options)
-        if len(PLANS) >= MOST_KEPT:
-            PLANS.clear()
-        PLANS[key] = plan
+        keep(PLANS, key, plan)
     return plan.run(tensors)
+
+
+def keep(known, key, value):
+    """Add to a dictionary of at most MOST_KEPT entries, of which the oldest leaves."""
+    with KEEPING:  # another thread could change it between two steps
+        if len(known) >= MOST_KEPT:
+            del known[next(iter(known))]
+        known[key] = value
 
 
 def planned(launcher):
@@ -385,10 +392,8 @@ class TensorMap:
         address = tensors[self.place].data_ptr()
         made = self.known.get(address)
         if made is None:
-            if len(self.known) >= MOST_KEPT:
-                self.known.clear()
             made = internals.tensor_map(self.descriptor, address, self.about)
-            self.known[address] = made
+            keep(self.known, address, made)
         return made
 
 

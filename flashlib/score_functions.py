@@ -4,7 +4,7 @@
 A :class:`Score` is a Python function of a score s, a batch b, a head h, the position p
 of a query and the position j of a key, written like that of a mask
 (:mod:`flashlib.masks`), and for a backward pass its derivative by s. The reference
-evaluates both on tensors; the kernels compile the same source.
+evaluates both on tensors; the kernels compile the same source. b, h, p and j are int32.
 
     def cube(s, b, h, p, j, weight):
         return s + weight * s * s * s
@@ -28,7 +28,8 @@ import torch
 
 from flashlib import internals, masks
 from flashlib.masks import CAPTURED, KNOWN, TRIED, Rule, at
-from flashlib.plain_checks import wrong
+from flashlib.plain_checks import SOFTCAPS, wrong
+from flashlib.sources import source_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *masks.INTEGERS)
 PARAMETERS = ("s", "b", "h", "p", "j")
@@ -79,7 +80,7 @@ def defined(function, derivative, *kinds):
     functions = [function] if derivative is None else [function, derivative]
     names = "score", "derivative"
     sources = [
-        masks.source_of(f, name, PARAMETERS, len(kinds), NAMED)
+        source_of(f, name, PARAMETERS, len(kinds), NAMED)
         for f, name in zip(functions, names, strict=False)
     ]
     key, gathers = summary(tuple(sources), repr(kinds))
@@ -117,10 +118,10 @@ class Score:
     *arguments)``.
 
     function
-        defined by ``def``; its names are its parameters and those of NAMED. It gets s,
-        scale q.k in natural units, and integers, or tensors of them that broadcast. It
-        must not be NaN or +inf at s = 0 and the last position or key, where kernels
-        evaluate it outside of S.
+        defined by ``def``; it may use only its parameters and the functions in NAMED.
+        It gets s, scale q.k in natural units, and b, h, p and j, int32, as tensors that
+        broadcast. It must not be NaN or +inf at s = 0 and the last position or key,
+        where kernels evaluate it outside of S.
     arguments
         numbers, and tensors (float32, float16, bfloat16, int32, int64 or bool) on the
         device of the queries, which the function reads by ``at``. As for a mask, a
@@ -150,7 +151,7 @@ class Score:
         """
         if len(devices := {x.device for x in self.tensors()}) > 1:
             raise wrong("score", "tensors on one device", sorted(map(str, devices)))
-        s, n = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+        s, n = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int32)
         rule = self.rule.mapped(
             lambda x: x, lambda x: torch.ones([1] * x.ndim, dtype=x.dtype), lambda f: f
         )
@@ -165,6 +166,10 @@ class Score:
                 raise wrong(name, expected, got) from error
             if not (values < math.inf).all():
                 raise wrong(name, "a number at s = 0", values[0].item())
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        masks.register(self)
 
     def then(self, other):
         """The Score that applies this one and then another to what this one made."""
@@ -192,7 +197,9 @@ class Score:
     def _applied(self, function, s, batch, oldest):
         T_q, T_k = s.shape[2:]
         b, h, i, j = (
-            torch.arange(n, device=s.device).view([-1, *[1] * (3 - dim)])
+            torch.arange(n, dtype=torch.int32, device=s.device).view(
+                [-1, *[1] * (3 - dim)]
+            )
             for dim, n in enumerate(s.shape)
         )
         indices = b + batch, h, i + (T_k - T_q) + oldest, j + oldest
@@ -283,13 +290,15 @@ def softcap(c):
     """``c tanh(s / c)`` (``eq-masks-softcap``), for c from 1e-30 to 1e30."""
     if isinstance(c, bool) or not isinstance(c, int | float):
         raise wrong("softcap", "a real number", type(c).__name__, TypeError)
-    if not 1e-30 <= c <= 1e30:
-        raise wrong("softcap", "a number from 1e-30 to 1e+30", c)
+    low, high = SOFTCAPS
+    if not low <= c <= high:
+        raise wrong("softcap", f"a number from {low:.0e} to {high:.0e}", c)
     return Score(_softcap, float(c), 1.0 / c, derivative=_of_softcap)
 
 
 def alibi(slopes):
     """``s - slope |p - j|`` (``eq-masks-alibi``); slopes ``[H]`` or ``[B, H]``."""
+    masks.check_sizes("slopes", slopes, "[H]", "[B, H]")
     one = slopes.ndim == 1
     made = Score(_alibi if one else _alibi_of_batches, slopes, derivative=_one)
     made.sizes = (("slopes", slopes, "H" if one else "B H"),)

@@ -68,7 +68,7 @@ class ScoreMod(NamedTuple):
     softcap: float = 0.0  # none
     slopes: torch.Tensor | None = None  # float32 [H] or [B, H]
     bias: torch.Tensor | None = None  # broadcasts to [B, H, T_q, T_k]
-    sinks: torch.Tensor | None = None  # [H]
+    sinks: torch.Tensor | None = None  # [H], contiguous in a launcher
     mask: MaskOf | None = None
     seed: torch.Tensor | None = None  # int64 [1]
     dropout: float = 0.0

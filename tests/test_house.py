@@ -74,7 +74,8 @@ ALLOWED = {
     "flashlib.canvas": "numpy matplotlib | IPython",
     "flashlib.block_lists": f"{PLAIN} {MODS} flashlib.checks | torch {KERNELS}",
     "flashlib.checks": f"torch {PLAIN} {MODS} flashlib.plans | {KERNELS} {MASKS} "
-    "flashlib.score_functions flashlib.block_lists flashlib.kvcache",
+    "flashlib.score_functions flashlib.block_lists flashlib.kvcache "
+    "flashlib.paging",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
@@ -106,7 +107,8 @@ ALLOWED = {
     "flashlib.kvcache": f"torch {CACHE} flashlib.paging",
     "flashlib.layers": f"torch {PLAIN} {OWN} flashlib.api flashlib.internals "
     "flashlib.ranks flashlib.ring | flashlib.iomodel.latent",
-    "flashlib.masks": f"torch {PLAIN} flashlib.internals | triton {KERNELS}",
+    "flashlib.masks": f"torch {PLAIN} flashlib.internals flashlib.sources "
+    f"| triton {KERNELS}",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
     "flashlib.notebook": "torch numpy IPython flashlib.reference.",
@@ -132,7 +134,9 @@ ALLOWED = {
     "flashlib.copies": "torch flashlib.internals",
     "flashlib.rounding": "torch flashlib.reference.",
     "flashlib.score_mods": f"torch {PLAIN} {MASKS}",
-    "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals",
+    "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals "
+    "flashlib.sources",
+    "flashlib.sources": PLAIN,
     "flashlib.speeds": "flashlib.canvas",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",

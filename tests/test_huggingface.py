@@ -596,7 +596,7 @@ def test_dropout_in_training_is_that_of_eager(monkeypatch):
     """With the factors that the kernels draw, in float64 on the other side."""
     ids, rate = tokens(length=7), 0.25
     seed = torch.tensor([7], device=DEVICE)
-    monkeypatch.setattr(checks, "check_seed", lambda *_: seed)
+    monkeypatch.setattr(checks, "seed_of", lambda *_: seed)
 
     def drop(x, p=0.5, training=True, inplace=False):
         if not (training and p):

@@ -531,6 +531,10 @@ def test_a_layer_says_what_made_it():
          lambda c, s: layer()(tokens(3), c, [s[0], s[0]])),
         (ValueError, "sequence: expected the name",
          lambda c, s: layer()(tokens(3), c, [5, 6])),
+        (TypeError, "sequence: expected a name that can be hashed, got list",
+         lambda c, s: layer()(tokens(3), c, [s[0], [1]])),
+        (ValueError, r"sequences: expected None without a cache, got \[0, 1\]",
+         lambda c, s: layer()(tokens(3), sequences=s)),
     ],
 )  # fmt: skip
 def test_a_layer_names_a_wrong_argument(kind, message, call):

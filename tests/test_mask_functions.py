@@ -5,16 +5,21 @@ random calls, with scores as functions too.
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from cases import output_gradients
 from device import DEVICE
+from expected import same
+from processes import ROOT, output, run_python
 from scores_of_tests import some_scores
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlib
 from flashlib import masks, score_mods, testing
 from flashlib.masks import Mask, at, div, mod
 from flashlib.reference import masks as reference
+from flashlib.score_functions import Score, alibi, softcap
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -155,11 +160,13 @@ WRONG = {
     "batch, h, p, j: batch > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
     "b, h, p, j, *, w=3: j < w": r"a function of \(b, h, p, j\) and 0 more, got f",
     "b, h, p, *j: p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
-    "b, h, p, j: p - j": "a function that returns booleans, got torch.int64",
+    "b, h, p, j: p - j": "a function that returns booleans, got torch.int32",
     "b, h, p, j: True": "a function that returns booleans, got bool",
     "b, h, p, j: p @ j > 1.5j": "a function that PyTorch can evaluate",
     "b, h, p, j: at(p, j)": "got 'at' in f: pass it as an argument",  # another one
     "b, h, p, j: (lambda x: x < p)(j)": "a function without functions",
+    "b, h, p, j: p[j] < 3": r"at\(x, a, b, ...\) for an element .* got p\[j\] in f",
+    "b, h, p, j: p**2 < j": r"products in place of powers, .* got p \*\* 2 in f",
 }
 
 
@@ -178,6 +185,7 @@ def test_arguments_of_masks_are_checked():
         ((lambda_,), "a function that is defined by def, got a lambda"),
         ((3,), "a function that is defined by def, got 3"),
         ((far, 1.5), "integers and tensors as arguments, got float"),
+        ((far, np.int64(1)), "integers and tensors as arguments, got numpy.int64"),
         ((far, True), "integers and tensors as arguments, got bool"),
         ((far, 2**31), "integers of 32 bits, got"),
         ((far, torch.ones(3)), "tensors of int32, int64 or bool, got torch.float32"),
@@ -189,6 +197,92 @@ def test_arguments_of_masks_are_checked():
         TypeError, match=r"^mask: expected a Mask on both sides, got int"
     ):
         masks.causal() & 3
+
+
+def test_arguments_of_masks_with_names_are_checked():
+    one, flags = torch.zeros(2, dtype=torch.int64), torch.ones(2, 2) > 0
+    for call, message in (
+        (lambda: masks.documents([0, 0, 1]),
+         r"ids: expected a tensor \[T_k\] or \[B, T_k\], got list"),
+        (lambda: masks.documents(one.view(1, 1, 2)),
+         r"ids: expected a tensor \[T_k\] or \[B, T_k\], got \[1, 1, 2\]"),
+        (lambda: masks.padding(one[None], one),
+         r"starts: expected a tensor \[B\], got \[1, 2\]"),
+        (lambda: masks.padding(one, one[None]),
+         r"ends: expected a tensor \[B\], got \[1, 2\]"),
+        (lambda: masks.tree(flags[0]),
+         r"ancestors: expected a tensor \[T, T\], got \[2\]"),
+        (lambda: masks.blocks(flags[None], 4, 4),
+         r"chosen: expected a tensor \[B, H, .*\], got \[1, 2, 2\]"),
+        (lambda: masks.blocks(flags[None, None], -4, 4),
+         "size_q: expected at least 1, got -4"),
+        (lambda: masks.blocks(flags[None, None], 4, 2.0),
+         "size_k: expected an integer, got float"),
+        (lambda: masks.chunks(0), "size: expected at least 1, got 0"),
+        (lambda: alibi([1.0, 2.0]),
+         r"slopes: expected a tensor \[H\] or \[B, H\], got list"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            call()
+
+
+def wraps(b, h, p, j, n):
+    return p * n >= 0
+
+
+def scaled(s, b, h, p, j, n):
+    return s + 1.0 * (p * n >= 0)
+
+
+def test_positions_have_32_bits():
+    """In the reference too, where a product of them wraps as in a kernel."""
+    q, k, v = testing.make_qkv(1, 1, 5, 16, device=DEVICE)
+    mask, score = Mask(wraps, 2**30), Score(scaled, 2**30)
+    positive = [True, True, False, False, True]  # 0, 2^30, 2^31, 3 2^30, 2^32
+    assert mask.visible(1, 1, 5, 5)[0, 0, :, 0].tolist() == positive
+    o, lse = flashlib.attention(q, k, v, mask=mask, score=score, return_lse=True)
+    testing.assert_within_budget(q, k, v, o, lse, mask=mask, score=score)
+
+
+ANOTHER_PROCESS = """
+import torch, flashlib
+q, options = torch.load("given", weights_only=False)
+o = flashlib.attention(q, q, q, **options)
+both = {"mask": ~options["mask"], "score": options["score"].then(options["score"])}
+torch.save([o, flashlib.attention(q, q, q, **both)], "found")
+"""
+
+
+def test_a_pickle_in_another_process(tmp_path, monkeypatch):
+    """Masks and scores, alone and combined with others there."""
+    monkeypatch.chdir(tmp_path)
+    q, _, _ = testing.make_qkv(1, 2, 9, 16, device=DEVICE)
+    ids = torch.arange(9, device=DEVICE) // 4
+    mask = (masks.documents(ids) & masks.causal()) | Mask(far, 5)
+    score = softcap(2.0).then(alibi(torch.ones(2, device=DEVICE)))
+    torch.save((q, {"mask": mask, "score": score}), "given")
+    output(run_python(ANOTHER_PROCESS, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"))
+    wanted = (
+        flashlib.attention(q, q, q, mask=mask, score=score),
+        flashlib.attention(q, q, q, mask=~mask, score=score.then(score)),
+    )
+    assert same(torch.load("found"), wanted)
+
+
+def test_masks_and_scores_where_tensors_are_fake():
+    """A mode that refuses to compute with the tensors that they read."""
+    ids, slopes = torch.zeros(1, 7, dtype=torch.int64), torch.ones(2)
+    with FakeTensorMode():
+        made = Mask(same_document, ids, 3), Score(steep, slopes, 5)
+    assert made[0].visible(1, 1, 7, 7).all() and len(made[1].tensors()) == 1
+
+
+def same_document(b, h, p, j, ids, n):
+    return at(ids, b, p) == at(ids, b, j)
+
+
+def steep(s, b, h, p, j, slopes, n):
+    return s + n * at(slopes, h)
 
 
 # -- kernels
@@ -335,6 +429,16 @@ def test_calls_in_the_shape_of_pytorchs(L, S, H_kv, mask, is_causal):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=4e-5)
 
 
+def test_a_call_in_the_shape_of_pytorchs_under_autocast():
+    """Of mixed dtypes, as PyTorch's function takes them."""
+    q, k, v = testing.make_qkv(1, 2, 8, 16, device=DEVICE)
+    numbers = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        o = flashlib.scaled_dot_product_attention(q, k.bfloat16(), v, numbers)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    assert torch.equal(o, flashlib.attention(q, k, v, bias=numbers))
+
+
 def test_wrong_calls_in_the_shape_of_pytorchs():
     q, k, v = testing.make_qkv(1, 4, 8, 16, H_kv=2, device=DEVICE)
     seen = torch.ones(8, 8, dtype=torch.bool, device=DEVICE)
@@ -344,7 +448,7 @@ def test_wrong_calls_in_the_shape_of_pytorchs():
         ((q, q[0], q), {}, r"key: expected \[N, H, L, E\] or \[N, L, E\], like the"),
         ((q[None],) * 3, {}, r"query: expected \[N, H, L, E\] or \[N, L, E\], like"),
         ((q, q, q, 3), {}, "attn_mask: expected a torch.Tensor, got int"),
-        ((q, q, q, seen.int()), {}, "attn_mask: expected dtype torch.bool, got torch"),
+        ((q, q, q, seen.int()), {}, "attn_mask: expected dtype bool, float32, .*int32"),
         ((q, q, q, seen.double()), {}, "attn_mask: expected dtype .* torch.float64"),
         ((q, q, q, seen[:5]), {}, r"attn_mask: expected sizes .* got \[5, 8\]"),
         ((q.double(),) * 3, {}, "query: expected dtype float32, .* torch.float64"),

@@ -398,6 +398,14 @@ def draw(**changes):
         (lambda: PagePool(4, 2.0), TypeError,
          "page_size: expected an integer, got float"),
         (lambda: PagePool(4, 2).append("A"), ValueError, "freed, got 'A'"),
+        *(
+            (lambda do=do: do(PagePool(4, 2)), TypeError,
+             "sequence: expected a name that can be hashed, got list")
+            for do in (
+                lambda pool: pool.new([1]), lambda pool: pool.table([1]),
+                lambda pool: pool.free([1]), lambda pool: pool.swap_in([1]),
+            )
+        ),
         (lambda: PagePool(4, 2).swap_in("A"), ValueError, "swapped out, got 'A'"),
         (lambda: Stretches(4, [0]), ValueError, r"sizes\[0\]: expected at least 1"),
         (lambda: PagePool(4, 2).rounded(-1), ValueError, "rows: expected at least 0"),

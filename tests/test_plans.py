@@ -507,6 +507,15 @@ def test_many_lengths_take_bounded_memory(monkeypatch):
         assert len(plans.PLANS) <= 4
 
 
+def test_the_oldest_plan_makes_way(monkeypatch):
+    monkeypatch.setattr(plans, "MOST_KEPT", 4)
+    q, k, v = inputs(T=6)
+    for T in range(1, 6):
+        before = [*plans.PLANS]
+        flashlib.attention(q, k[:, :, :T], v[:, :, :T])
+        assert [*plans.PLANS][:-1] == before[-3:]
+
+
 def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
     made = []
 

@@ -93,6 +93,8 @@ def test_equal_definitions_have_one_key():
 WRONG = {
     "s, b, h, p, j: s * limit": "score: .* got 'limit' in f: pass it as an argument",
     "s, b, h, p, j: s // 2": "score: .* got // or % in f",
+    "s, b, h, p, j: s + s[p]": r"score: expected at\(x, a, .* got s\[p\] in f",
+    "s, b, h, p, j: s**3": r"score: expected products .* got s \*\* 3 in f",
     "b, h, p, j: p": r"score: expected a function of \(s, b, h, p, j\) and 0 more",
     "x, b, h, p, j: x": r"score: .* \(s, b, h, p, j\) and 0 more, got f\(x, b, h, p, j",
     "s, b, h, p, j: p - j": "score: .* evaluate on tensors, got TypeError: it returns",

@@ -10,6 +10,13 @@ import triton.language as tl
 from flashlib.kernels.tiles import pointers, row_pointers
 
 
+def capacity_of(rows, block_table):
+    """How many keys of a sequence a cache holds, with this many rows for each sequence,
+    or in each page of a table.
+    """
+    return rows * (1 if block_table is None else block_table.shape[1])
+
+
 def in_pairs(x):
     """Whether the columns of a cache ``[B, H, T, d]`` can be read in pairs."""
     numbers = *x.stride()[:3], x.shape[3], x.data_ptr()

@@ -26,6 +26,7 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded, tables
 from flashlib.kernels.cached import (
+    capacity_of,
     find_page,
     in_pairs,
     load_pairs,
@@ -55,8 +56,8 @@ from flashlib.plain_checks import UNLIMITED
 
 
 class Changes(NamedTuple):
-    """What a call changes: a MaskOf, a FunctionOf and the tensor of sinks ``[H]``, each
-    None where there is none. A kernel gets the Rules of the first two.
+    """What a call changes: a MaskOf, a FunctionOf and the tensor of sinks ``[H]``,
+    contiguous, each None where there is none. A kernel gets the Rules of the first two.
     """
 
     mask: Any = None
@@ -368,7 +369,7 @@ def forward(
     if not lse.numel():
         return o.to(dtype), lse
     config = configuration(k, v)
-    capacity = k.shape[2] * (1 if block_table is None else block_table.shape[1])
+    capacity = capacity_of(k.shape[2], block_table)
     if left >= capacity:
         left = UNLIMITED  # a window that no sequence outgrows
     splits = splits or choose_splits(q, k, capacity, config)

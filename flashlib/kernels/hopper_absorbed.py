@@ -49,6 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
+from flashlib.kernels.cached import capacity_of
 from flashlib.kernels.decoding import LARGEST_SPLITS, launch_merge, new_parts
 from flashlib.kernels.descriptors import WRAP, describable, gluon_descriptor
 from flashlib.kernels.gluon_forward import (
@@ -68,7 +69,7 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
-from flashlib.kernels.hopper_host import ABSORBED
+from flashlib.kernels.hopper_host import ABSORBED, with_positive_scale
 from flashlib.kernels.tiles import LOG2_E, LOWEST
 
 D_C = gl.constexpr(ABSORBED[1])  # columns of a latent
@@ -395,11 +396,8 @@ def forward(q, cache, seq_lens, block_table, splits, d_c, scale):
         return o, lse
     if not cache.numel():
         return o.zero_(), lse.fill_(-float("inf"))
-    if scale <= 0.0:  # the kernel takes the maximum before it scales
-        negated = -q  # new, so it can be overwritten
-        q, scale = (negated, -scale) if scale else (negated.zero_(), 1.0)
-    capacity = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    splits = splits or choose_splits(q, capacity)
+    q, scale = with_positive_scale(q, scale)
+    splits = splits or choose_splits(q, capacity_of(cache.shape[1], block_table))
     parts = new_parts(o, lse, splits)
     launch_splits(q, cache, block_table, seq_lens, *parts, scale)
     if splits > 1:

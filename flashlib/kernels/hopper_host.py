@@ -166,19 +166,26 @@ def absorbed_refusal(q, cache, block_table, d_c):
     return address_refusal("cache", cache)
 
 
+def with_positive_scale(q, scale):
+    """``(q, scale)`` with the same scores and a positive scale: the kernels take the
+    maximum of a row before they scale, and 0 times -inf, the score of a key that is not
+    seen, is NaN.
+    """
+    if scale > 0.0:
+        return q, scale
+    negated = -q  # new, so it can be overwritten
+    return (negated, -scale) if scale else (negated.zero_(), 1.0)
+
+
 def hopper_forward(q, k, scale, fill, v=None):
     """O ``[B, H, T_q, d_v]`` in the dtype and memory order of q and L ``[B, H, T_q]``
     in float32, contiguous, both new, which fill(q, o, lse, scale) computes; of packed q
     ``[total_q, H, d]`` O ``[total_q, H, d_v]`` and L ``[H, total_q]``. v is needed
     where d_v is not d.
 
-    It is called with tensors that are not empty and a positive scale: the kernels take
-    the maximum of a row before they scale, and 0 times -inf, the score of a key that is
-    not seen, is NaN.
+    It is called with tensors that are not empty and a positive scale.
     """
-    if scale <= 0.0:
-        negated = -q  # new, so it can be overwritten
-        q, scale = (negated, -scale) if scale else (negated.zero_(), 1.0)
+    q, scale = with_positive_scale(q, scale)
     o, lse = new_results(q, q if v is None else v)
     if k.numel() == 0:
         return o.zero_(), lse.fill_(-float("inf"))

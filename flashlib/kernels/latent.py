@@ -18,7 +18,13 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded, tables
-from flashlib.kernels.cached import find_page, load_pairs, load_rows, load_scales
+from flashlib.kernels.cached import (
+    capacity_of,
+    find_page,
+    load_pairs,
+    load_rows,
+    load_scales,
+)
 from flashlib.kernels.decoding import busiest, launch_merge, new_parts
 from flashlib.kernels.eight_bits import (
     in_units,
@@ -250,7 +256,7 @@ def forward(q, cache, seq_lens, block_table, splits, d_c, scale, scales=None):
     if not lse.numel():
         return o.to(dtype), lse
     config = configuration(cache, d_c)
-    capacity = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    capacity = capacity_of(cache.shape[1], block_table)
     splits = splits or choose_splits(q, capacity, config)
     parts = new_parts(o, lse, splits)
     launch_splits(q, cache, block_table, seq_lens, *parts, scale, config, scales)

@@ -46,18 +46,25 @@ def switches_of(score_mod, packing):
 
 def change_of(score_mod, lists=None):
     """What kernels take for a ScoreMod and the lists of tiles of its mask."""
-    (
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
-    ) = score_mod  # fmt: skip
-    _, *strides = slopes_and_strides(slopes, 0)
-    scale_log2 = (softcap or scale) * LOG2_E.value
+    x, bias = score_mod, score_mod.bias
+    slopes, slope_batch, slope_head = slopes_and_strides(x.slopes, 0)
     return Change(
-        scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides,
-        bias if bias is None else Rows(bias, broadcast_strides(bias)), sinks,
-        for_kernel(function), for_kernel(mask),
-        lists if lists is None else Rows(lists, broadcast_strides(lists)),
-        seed, math.ceil(dropout * 2**32), 1.0 / (1.0 - dropout),
-    )  # fmt: skip
+        scale_log2=(x.softcap or x.scale) * LOG2_E.value,
+        per_cap=x.scale / (x.softcap or 1.0),
+        left=x.left,
+        right=x.right,
+        slopes=slopes,
+        slope_batch=slope_batch,
+        slope_head=slope_head,
+        bias=None if bias is None else Rows(bias, broadcast_strides(bias)),
+        sinks=x.sinks,
+        function=for_kernel(x.function),
+        mask=for_kernel(x.mask),
+        lists=None if lists is None else Rows(lists, broadcast_strides(lists)),
+        seed=x.seed,
+        threshold=math.ceil(x.dropout * 2**32),
+        kept=1.0 / (1.0 - x.dropout),
+    )
 
 
 def slopes_and_strides(slopes, none=None):

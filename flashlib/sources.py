@@ -1,0 +1,73 @@
+"""What the Python function of a mask or a score may be written with.
+
+Kernels compile the source of such a function, and the reference evaluates it. So it may
+use only what means the same to both; everything else is refused, with a cure.
+"""
+
+import ast
+import builtins
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+
+from flashlib.plain_checks import wrong
+
+
+def source_of(function, name, first, count, named):
+    """The source of a function that a kernel can compile, called name in errors, whose
+    first parameters have these names, with ``count`` more, and which may use the
+    functions in ``named``. Raises TypeError or ValueError with a cure.
+    """
+    if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
+        got = "a lambda" if isinstance(function, types.FunctionType) else function
+        raise wrong(name, "a function that is defined by def", got, TypeError)
+    code, scope = function.__code__, vars(builtins) | function.__globals__
+    foreign = [x for x in code.co_names if scope.get(x) is not named.get(x, code)]
+    if foreign := [*code.co_freevars, *foreign]:
+        module = "masks" if name == "mask" else "score_functions"
+        expected = "a function of its parameters and, of flashlib."
+        expected += f"{module}, {', '.join(named)} only"
+        got = f"{foreign[0]!r} in {code.co_name}: pass it as an argument of the {name}"
+        raise wrong(name, expected, got)
+    return checked_source(code, name, first, count)
+
+
+@functools.cache
+def checked_source(code, name, first, count):
+    """The rest of source_of, for the code of a function."""
+    label = code.co_name
+    try:
+        source = textwrap.dedent(inspect.getsource(code))
+    except OSError as error:
+        expected = "a function from a file or a notebook, whose source can be read"
+        raise wrong(name, expected, label) from error
+    variable = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    variable = variable or code.co_kwonlyargcount
+    own = code.co_varnames[: code.co_argcount]
+    if len(own) != len(first) + count or own[: len(first)] != first or variable:
+        expected = f"a function of ({', '.join(first)}) and {count} more"
+        parameters = ", ".join(own)
+        raise wrong(name, expected, f"{label}({parameters}{', *' * bool(variable)})")
+    if any(isinstance(x, types.CodeType) for x in code.co_consts):
+        expected = "a function without functions and comprehensions inside"
+        raise wrong(name, expected, label)
+    body = ast.parse(source).body[0].body
+    for node in itertools.chain.from_iterable(map(ast.walk, body)):
+        operator = getattr(node, "op", None)
+        if isinstance(operator, ast.FloorDiv | ast.Mod):
+            expected = "div(a, b) and mod(a, b), which round down on every device"
+            raise wrong(name, expected, f"// or % in {label}")
+        if isinstance(operator, ast.And | ast.Or | ast.Not) or (
+            isinstance(node, ast.Compare) and len(node.ops) > 1
+        ):
+            expected = "&, | and ~ between comparisons in parentheses"
+            raise wrong(name, expected, f"and, or, not or a chain in {label}")
+        if isinstance(node, ast.Subscript):
+            expected = "at(x, a, b, ...) for an element of a tensor"
+            raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
+        if isinstance(operator, ast.Pow):
+            expected = "products in place of powers, such as a * a"
+            raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
+    return source
