@@ -119,7 +119,7 @@ def test_as_many_programs_share_a_multiprocessor_as_the_launcher_counts_on(job):
     split, _ = GATE.facts(job)
     by_memory = 228 * 1024 // (split["shared"] + 1024)
     by_registers = 65536 // (32 * job.row.num_warps * math.ceil(split["reg"] / 8) * 8)
-    assert min(by_memory, by_registers) == decoding.PROGRAMS
+    assert min(by_memory, by_registers) >= decoding.PROGRAMS[job.row.bits][0]
 
 
 def test_every_row_is_sound_and_used_and_every_problem_has_one():

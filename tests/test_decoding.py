@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -331,7 +332,9 @@ READS += [(16, 40, 2, 3), (16, 500, 1, 3), (128, 70, 2, 3), (None, 70, 3, 2)]
 def test_every_key_that_is_seen_is_read_once_for_its_group(
     monkeypatch, page, left, T_q, splits
 ):
-    """And no other key, and no entry of the table but those of the keys."""
+    """And no other key, and no entry of the table but those of the keys. In place of
+    rows that no query sees, a program reads the first or the last that is seen again.
+    """
     from triton.runtime.interpreter import interpreter_builder
 
     lengths = (203, 0, 64)
@@ -342,7 +345,7 @@ def test_every_key_that_is_seen_is_read_once_for_its_group(
     load = interpreter_builder.create_masked_load
 
     def counted(pointers, mask, *rest, **options):
-        inside = pointers.data[mask.data]
+        inside = pointers.data[mask.data.astype(bool)]  # of a number, integers
         for name, x in tensors.items():
             start = x.data_ptr()
             stop = start + x.numel() * x.element_size()
@@ -353,7 +356,10 @@ def test_every_key_that_is_seen_is_read_once_for_its_group(
     run(q, cache, splits, left)
     keys = [range(first_read(length, T_q, left), length) for length in lengths]
     for name in "kv":
-        assert len(read[name]) == len({*read[name]}) == sum(map(len, keys)) * 2 * 16
+        counts = Counter(read[name])
+        assert len(counts) == sum(map(len, keys)) * 2 * 16
+        again = sum(count > 1 for count in counts.values())
+        assert again <= 2 * len(lengths) * 2 * 16
     if page:
         columns, start = cache.block_table.shape[1], cache.block_table.data_ptr()
         entries = {b * columns + t // page for b, x in enumerate(keys) for t in x}

@@ -24,29 +24,29 @@ def in_pairs(x):
 
 
 @triton.jit
-def in_range(keys, oldest, length):
-    """Which keys are before `length` and not before the oldest one that a query sees;
-    oldest is None without a window.
+def nearest(keys, oldest, length):
+    """These keys of a sequence, with its last one in place of those after the end, and
+    in a window the oldest that a query sees in place of those before it, so that all
+    rows may be read: the others may have NaN, which survives a weight of 0.
     """
-    inside = keys < length
+    keys = tl.minimum(keys, length - 1)
     if oldest is not None:
-        inside = inside & (keys >= oldest)
-    return inside
+        keys = tl.maximum(keys, oldest)
+    return keys
 
 
 @triton.jit
-def load_rows(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
-    """The rows [BLOCK_K, COLS] of head h of a cache for these keys of a sequence, zeros
-    for those that are not in range. row is [BLOCK_K]; page is too, or one for all keys.
+def load_rows(x, page, h, row, d, COLS: tl.constexpr):
+    """Rows [BLOCK_K, COLS] of head h of a cache: row is [BLOCK_K], page too, or one for
+    all of them.
     """
     cols = tl.arange(0, COLS)
-    # There may be NaN before the window, and a weight of 0 times NaN is NaN.
-    inside = in_range(keys, oldest, length)[:, None] & (cols < d)[None, :]
-    return tl.load(pointers(x, page, h, row, cols), mask=inside, other=0.0)
+    rows = pointers(x, page, h, row, cols)
+    return tl.load(rows, mask=(cols < d)[None, :], other=0.0)
 
 
 @triton.jit
-def load_pairs(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
+def load_pairs(x, page, h, row, d, COLS: tl.constexpr):
     """What load_rows reads of a cache in 8 bits, two neighboring columns as a number of
     16 bits: [BLOCK_K, COLS / 2].
 
@@ -55,15 +55,14 @@ def load_pairs(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
     """
     cols = tl.arange(0, COLS // 2)
     starts = row_pointers(x, page, h, row).to(tl.pointer_type(tl.int16))
-    inside = in_range(keys, oldest, length)[:, None] & (cols < d // 2)[None, :]
-    return tl.load(starts[:, None] + cols[None, :], mask=inside, other=0)
+    rows = starts[:, None] + cols[None, :]
+    return tl.load(rows, mask=(cols < d // 2)[None, :], other=0)
 
 
 @triton.jit
-def load_scales(x, page, h, row, keys, oldest, length):
-    """The scales [BLOCK_K] of the rows that load_rows reads, 0 where it reads zeros."""
-    inside = in_range(keys, oldest, length)
-    return tl.load(row_pointers(x, page, h, row), mask=inside, other=0.0)
+def load_scales(x, page, h, row):
+    """The scales [BLOCK_K] of the rows that load_rows reads."""
+    return tl.load(row_pointers(x, page, h, row))
 
 
 @triton.jit
@@ -77,11 +76,9 @@ def find_page(table, b, j, oldest, length, PAGE: tl.constexpr, BLOCK_K: tl.const
         entries = table.ptr + b.to(tl.int64) * table.strides[0]
         # Entries of pages in which no query sees a key are not read.
         if PAGE >= BLOCK_K:
-            entry = entries + j // PAGE * table.strides[1]
-            page = tl.load(entry, mask=j < length, other=0)  # [1]
+            entries += j // PAGE * table.strides[1]  # [1]
         else:
-            keys = j + tl.arange(0, BLOCK_K)
-            entries += keys // PAGE * table.strides[1]
-            inside = in_range(keys, oldest, length)
-            page = tl.load(entries, mask=inside, other=0)  # [BLOCK_K]
+            keys = nearest(j + tl.arange(0, BLOCK_K), oldest, length)
+            entries += keys // PAGE * table.strides[1]  # [BLOCK_K]
+        page = tl.load(entries, mask=j < length, other=0)
     return page

@@ -32,6 +32,7 @@ from flashlib.kernels.cached import (
     load_pairs,
     load_rows,
     load_scales,
+    nearest,
 )
 from flashlib.kernels.eight_bits import (
     in_units,
@@ -100,6 +101,7 @@ def split_kernel(
     if EIGHT:
         units = units_of(tl.max(tl.abs(q_tile.to(tl.float32)), 1))
         q_tile = in_units(q_tile, units)
+        scale_log2 *= units[:, None]  # [BLOCK_Q, 1]
 
     # The split: whole blocks, as many as in every other one, from the first with a key
     # that a query sees on.
@@ -123,16 +125,18 @@ def split_kernel(
     page = find_page(table, b, start, oldest, stop, PAGE, BLOCK_K)
     for j in tl.range(start, stop, BLOCK_K):
         keys = j + tl.arange(0, BLOCK_K)
-        row = keys % PAGE if PAGE > 0 else keys
+        row = nearest(keys, oldest, stop)
+        if PAGE > 0:
+            row = row % PAGE
         # Read one step ahead: the keys could not be fetched before their page is known.
         next_page = find_page(table, b, j + BLOCK_K, oldest, stop, PAGE, BLOCK_K)
         # -- scores
-        k_tile = load_rows(k, page, h, row, keys, oldest, length, d, TILE.BLOCK_D)
+        k_tile = load_rows(k, page, h, row, d, TILE.BLOCK_D)
         # Exact of eight bits, and no change of others.
         s = tl.dot(q_tile, k_tile.to(q_tile.dtype).T, input_precision="ieee")
         if EIGHT:
-            of_k = load_scales(scales[0], page, h, row, keys, oldest, length)
-            s *= units[:, None] * of_k[None, :]
+            of_k = load_scales(scales[0], page, h, row)
+            s *= of_k[None, :]
         factor = scale_log2
         if FUNCTION:
             s, factor = s * (scale_log2 * LN_2), LOG2_E
@@ -149,19 +153,19 @@ def split_kernel(
             )
         # -- online softmax
         if EIGHT:
-            of_v = load_scales(scales[1], page, h, row, keys, oldest, length)
+            of_v = load_scales(scales[1], page, h, row)
             p, alpha, m, l = weighted_softmax(s, m, l, factor, of_v, seen)
         else:
             p, alpha, m, l = online_softmax(s, m, l, factor, seen, True)
         # -- output
         if PAIRS:
-            pairs = load_pairs(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
+            pairs = load_pairs(v, page, h, row, d_v, BLOCK_DV)
             v_even, v_odd = split_pairs(pairs)
             p = p.to(v_odd.dtype)
             even = tl.dot(p, v_even, even * alpha[:, None])
             odd = tl.dot(p, v_odd, odd * alpha[:, None])
         else:
-            v_tile = load_rows(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
+            v_tile = load_rows(v, page, h, row, d_v, BLOCK_DV)
             v_tile = v_tile.to(q_tile.dtype)  # exact, too
             acc = acc * alpha[:, None]
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
@@ -228,17 +232,18 @@ CONFIGURATIONS = (
     Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 4, 2, False, 101_000),
     *tables.FORWARD_NO_TENSOR_CORES,
-    # As many bytes as a block in 16 bits has on Hopper. Only d = 128 was timed.
-    Configuration((90,), 8, 128, 32, 128, 4, 3, False, 90_000),
-    Configuration((90,), 8, 256, 32, 64, 4, 3, False, 90_000),
+    # Half of the bytes and of the warps of a block in 16 bits, as measured on Hopper.
+    Configuration((90,), 8, 128, 32, 64, 2, 3, False, 60_000),
+    Configuration((90,), 8, 256, 32, 32, 2, 3, False, 60_000),
     *(
         Configuration(E4M3_ARCHITECTURES, 8, d, *tile, False, 101_000)
         for d, tile in ((128, (64, 64, 4, 3)), (256, (32, 32, 4, 3)))
     ),
 )
-# Programs that a multiprocessor runs at a time, for one query on Hopper
-# (tests/test_compile_decoding.py), and that saturate the memory of an H200.
-PROGRAMS, ENOUGH = 3, 2
+# {bits: (programs that a multiprocessor runs at a time, for one query on Hopper, and
+# those that saturate the memory of an H200)}. In eight bits a byte costs twice the
+# instructions, so two programs do not keep up with the memory.
+PROGRAMS = {16: (3, 2), 8: (4, 4)}
 BUSY = 0.95  # of the bandwidth that the best number of splits draws
 LARGEST_SPLITS = 128  # whose parts the merge holds in registers
 # The numbers that a program of the merge loads, all at once, and its fewest columns,
@@ -287,7 +292,8 @@ def choose_splits(q, k, capacity, config):
     tiles = B * H_kv * triton.cdiv(rows, min(config.BLOCK_Q, padded(rows)))
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     blocks = triton.cdiv(capacity, config.BLOCK_K)
-    return busiest(tiles, blocks, PROGRAMS * processors, ENOUGH * processors)
+    programs, enough = PROGRAMS.get(config.bits, PROGRAMS[16])
+    return busiest(tiles, blocks, programs * processors, enough * processors)
 
 
 @plans.planned

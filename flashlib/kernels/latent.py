@@ -24,6 +24,7 @@ from flashlib.kernels.cached import (
     load_pairs,
     load_rows,
     load_scales,
+    nearest,
 )
 from flashlib.kernels.decoding import busiest, launch_merge, new_parts
 from flashlib.kernels.eight_bits import (
@@ -52,13 +53,11 @@ def rotary(x, d_c):
 
 
 @triton.jit
-def load_both_scales(x, page, h, row, keys, length):
+def load_both_scales(x, page, h, row):
     """Scales [BLOCK_K] of the latents and of the rotary columns of rows, from the Rows
     x [B, H, T, 2].
     """
-    of_c = load_scales(x, page, h, row, keys, None, length)
-    of_r = load_scales(rotary(x, 1), page, h, row, keys, None, length)
-    return of_c, of_r
+    return load_scales(x, page, h, row), load_scales(rotary(x, 1), page, h, row)
 
 
 @triton.jit(do_not_specialize=["splits", "T_q"])
@@ -119,24 +118,22 @@ def latent_kernel(
     page = find_page(table, b, start, None, stop, PAGE, BLOCK_K)
     for j in tl.range(start, stop, BLOCK_K):
         keys = j + tl.arange(0, BLOCK_K)
-        at = keys
+        at = nearest(keys, None, stop)
         if PAGE > 0:
-            at = keys % PAGE
+            at = at % PAGE
         # Read one step ahead: rows could not be fetched before their page is known.
         next_page = find_page(table, b, j + BLOCK_K, None, stop, PAGE, BLOCK_K)
         # -- scores
         if EIGHT:
-            pairs = load_pairs(cache, page, only, at, keys, None, length, d_c, BLOCK_C)
+            pairs = load_pairs(cache, page, only, at, d_c, BLOCK_C)
             c_even, c_odd = split_pairs(pairs)
         else:
-            c = load_rows(cache, page, only, at, keys, None, length, d_c, BLOCK_C)
-        r = load_rows(
-            rotary(cache, d_c), page, only, at, keys, None, length, d_r, BLOCK_R
-        )
+            c = load_rows(cache, page, only, at, d_c, BLOCK_C)
+        r = load_rows(rotary(cache, d_c), page, only, at, d_r, BLOCK_R)
         if EIGHT:
             s = tl.dot(q_odd, c_odd.T, tl.dot(q_even, c_even.T))  # [BLOCK_Q, BLOCK_K]
             s_r = tl.dot(q_r, r.to(q_r.dtype).T)
-            of_c, of_r = load_both_scales(scales, page, only, at, keys, length)
+            of_c, of_r = load_both_scales(scales, page, only, at)
             s = (s * of_c[None, :] + s_r * of_r[None, :]) * units[:, None]
         else:
             s = tl.dot(q_c, c.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
