@@ -38,7 +38,7 @@ import importlib
 import importlib.metadata
 import os
 
-__version__ = "3.0.2"
+__version__ = "3.0.3"
 
 _HOME = {
     "FlashSelfAttention": "flashlib.layers",
