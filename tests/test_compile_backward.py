@@ -83,6 +83,10 @@ SPILLS = (
 def judge(job, found):
     """Raise for a kernel that is not what the gate wants."""
     gate.judge_tiled(job, found, NAMES.get(job.kernel, f"{job.kernel}_kernel"), SPILLS)
+    if job.kernel == "fused" and job.architecture == 90 and not job.exact:
+        # A part of dQ has as many rows as a block of queries, and wgmma needs 64.
+        by_mma = "HMMA" in found[0]["tensor_cores"]
+        assert by_mma == (job.row.BLOCK_Q < 64), job.row
 
 
 REST = [job for a in ALL for job in jobs(a)]
@@ -112,3 +116,6 @@ def test_the_gate_can_fail():
         {"kernel": "queries_kernel"},
     )
     gate.check_judge(judge, job, [good], *changes)
+    job = Job(90, "fused", "bfloat16", 128)
+    good |= {"kernel": "fused_kernel", "tensor_cores": ["HGMMA", "HMMA"]}
+    gate.check_judge(judge, job, [good], {"tensor_cores": ["HGMMA"]})

@@ -37,13 +37,13 @@ def numbers(*shape, low=0, high=None, dtype=torch.int32):
 
 
 def assert_same(found, wanted):
-    """Every bit is the same in the interpreter. A kernel that is compiled for other
-    strides may round otherwise.
+    """Every bit is the same, or on a GPU, where a kernel that is compiled for other
+    strides may round otherwise, nearly so.
     """
-    if CUDA:
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
-    else:
-        assert same(found, wanted)
+    if not same(found, wanted):
+        assert CUDA, (found, wanted)
+        for x, y in zip(found, wanted, strict=True):
+            assert (x - y).abs().max() < 1e-4
 
 
 def lower(b, h, p, j, table):
