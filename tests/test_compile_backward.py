@@ -116,6 +116,5 @@ def test_the_gate_can_fail():
         {"kernel": "queries_kernel"},
     )
     gate.check_judge(judge, job, [good], *changes)
-    job = Job(90, "fused", "bfloat16", 128)
-    good |= {"kernel": "fused_kernel", "tensor_cores": ["HGMMA", "HMMA"]}
-    gate.check_judge(judge, job, [good], {"tensor_cores": ["HGMMA"]})
+    job, good = Job(90, "fused", "bfloat16", 64), good | {"kernel": "fused_kernel"}
+    gate.check_judge(judge, job, [good], {"tensor_cores": ["HGMMA", "HMMA"]})
