@@ -24,6 +24,7 @@ import types
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from flashlib import internals
 from flashlib.plain_checks import (
@@ -197,6 +198,21 @@ def combined(function, *keys):
     return key
 
 
+class NoSums(TorchFunctionMode):
+    """While it is active, arithmetic of two booleans raises ValueError: their sum is
+    "or" for PyTorch and exclusive or for a kernel.
+    """
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function.__name__ in ("add", "sub", "__rsub__", "mul"):
+            kinds = {getattr(x, "dtype", type(x)) for x in arguments}
+            if kinds <= {torch.bool, bool}:
+                expected, got = "| in place of + and & in place of *", function.__name__
+                # Python's operators would replace a TypeError by their own.
+                raise wrong("two booleans", expected, got)
+        return function(*arguments, **(options or {}))
+
+
 class Mask:
     """Which keys a query sees: True where ``function(b, h, p, j, *arguments)`` is.
 
@@ -232,7 +248,8 @@ class Mask:
         device = devices.pop() if devices else None
         zero = torch.zeros(2, dtype=torch.int32, device=device)
         try:
-            seen = self(zero, zero, zero, zero)
+            with NoSums():
+                seen = self(zero, zero, zero, zero)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             expected = "a function that PyTorch can evaluate on integer tensors"
             raise wrong("mask", expected, f"{type(error).__name__}: {error}") from error

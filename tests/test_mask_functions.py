@@ -4,6 +4,7 @@ random calls, with scores as functions too.
 
 import itertools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -167,6 +168,11 @@ WRONG = {
     "b, h, p, j: (lambda x: x < p)(j)": "a function without functions",
     "b, h, p, j: p[j] < 3": r"at\(x, a, b, ...\) for an element .* got p\[j\] in f",
     "b, h, p, j: p**2 < j": r"products in place of powers, .* got p \*\* 2 in f",
+    "b, h, p, j: (j <= p) + (j < 2)": r"booleans: .*\| in place of \+ .* got add",
+    "b, h, p, j: (j <= p) * (j < 2)": r"booleans: .* & in place of \*, got mul",
+    "b, h, p, j: (j <= p) - (j < 2)": "booleans: .* got sub",
+    "b, h, p, j: (j <= p) + (3 < 4)": "booleans: .* got add",
+    "b, h, p, j: True - (j <= p)": "booleans: .* got __rsub__",
 }
 
 
@@ -176,6 +182,21 @@ def test_what_a_function_may_not_do_is_named(text):
     function = make(f"def f({parameters}): return {result}\n", {"limit": 3, "at": max})
     with pytest.raises((TypeError, ValueError), match=f"^mask: .*{WRONG[text]}"):
         Mask(function)
+
+
+def marked(b, h, p, j, flags):
+    return at(flags, p) + at(flags, j)
+
+
+def raised(s, b, h, p, j, flags):
+    return s + at(flags, p) * at(flags, j)
+
+
+def test_booleans_of_tensors_are_not_added():
+    flags, message = torch.ones(3) > 0, "two booleans: expected | in place of +"
+    for make_one in (lambda: Mask(marked, flags), lambda: Score(raised, flags)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_one()
 
 
 def test_arguments_of_masks_are_checked():

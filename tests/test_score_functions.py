@@ -100,6 +100,7 @@ WRONG = {
     "s, b, h, p, j: p - j": "score: .* evaluate on tensors, got TypeError: it returns",
     "s, b, h, p, j: s > 0": "score: .* evaluate on tensors, got TypeError: it returns",
     "s, b, h, p, j: s / s": "score: expected a number at s = 0, got nan",
+    "s, b, h, p, j: s * ((j < 2) + (p < 3))": r"score: .* two booleans: .* got add",
     "s, b, h, p, j: 1.0 / s": "score: expected a number at s = 0, got inf",
 }
 
