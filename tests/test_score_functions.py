@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 # -- functions
 
 
-@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("place", range(11))
 def test_derivatives_are_those_of_autograd(place):
     score = some_scores(2, 3, 7, random.Random(0))[place]
     score.check_derivative(3 * torch.randn(2, 3, 5, 7).to(DEVICE))
@@ -304,7 +304,7 @@ def test_named_functions_are_those_of_kernels():
         )
         return lse[0, 0], score.change(s.double()[None, None, :, None])[0, 0, :, 0]
 
-    for function in (of_exp, of_log, of_tanhs, of_where):
+    for function in (of_exp, of_log, of_tanhs, of_where, of_positions):
         found, wanted = through(function)
         torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=2e-6)
 
@@ -315,6 +315,10 @@ def of_exp(s, b, h, p, j):
 
 def of_log(s, b, h, p, j):
     return log(abs(s) + 0.5)
+
+
+def of_positions(s, b, h, p, j):
+    return s * exp(-abs(p - j - 5)) + log(p + 100)
 
 
 def of_tanhs(s, b, h, p, j):
