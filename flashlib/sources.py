@@ -56,6 +56,9 @@ def checked_source(code, name, first, count):
     body = ast.parse(source).body[0].body
     for node in itertools.chain.from_iterable(map(ast.walk, body)):
         operator = getattr(node, "op", None)
+        literal = getattr(node, "value", None)
+        if isinstance(literal, int) and literal >= 2**31:
+            raise wrong(name, "integers of 32 bits", f"{literal} in {label}")
         if isinstance(operator, ast.FloorDiv | ast.Mod):
             expected = "div(a, b) and mod(a, b), which round down on every device"
             raise wrong(name, expected, f"// or % in {label}")

@@ -168,6 +168,8 @@ WRONG = {
     "b, h, p, j: (lambda x: x < p)(j)": "a function without functions",
     "b, h, p, j: p[j] < 3": r"at\(x, a, b, ...\) for an element .* got p\[j\] in f",
     "b, h, p, j: p**2 < j": r"products in place of powers, .* got p \*\* 2 in f",
+    "b, h, p, j: p < 2147483648": "integers of 32 bits, got 2147483648 in f",
+    "b, h, p, j: p > -2147483648": "integers of 32 bits, got 2147483648 in f",
     "b, h, p, j: (j <= p) + (j < 2)": r"booleans: .*\| in place of \+ .* got add",
     "b, h, p, j: (j <= p) * (j < 2)": r"booleans: .* & in place of \*, got mul",
     "b, h, p, j: (j <= p) - (j < 2)": "booleans: .* got sub",
