@@ -50,13 +50,24 @@ def at(x, *indices):
     return x[tuple(inside)]
 
 
+def require_integers(name, *operands):
+    """Raise TypeError unless the operands of this function are integers."""
+    for x in operands:
+        dtype = getattr(x, "dtype", type(x))
+        if dtype not in (torch.int32, torch.int64, int):
+            got = getattr(dtype, "__name__", dtype)
+            raise wrong(name, "integers", got, TypeError)
+
+
 def div(a, b):
     """a / b for integers, rounded down."""
+    require_integers("div", a, b)
     return a // b
 
 
 def mod(a, b):
     """The rest of ``div(a, b)``, from 0 to b - 1 for a positive b."""
+    require_integers("mod", a, b)
     return a % b
 
 

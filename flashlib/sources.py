@@ -70,6 +70,9 @@ def checked_source(code, name, first, count):
         if isinstance(node, ast.Subscript):
             expected = "at(x, a, b, ...) for an element of a tensor"
             raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
+        if isinstance(operator, ast.UAdd):
+            expected = "no + in front of an operand"
+            raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
         if isinstance(operator, ast.Pow):
             expected = "products in place of powers, such as a * a"
             raise wrong(name, expected, f"{ast.unparse(node)} in {label}")

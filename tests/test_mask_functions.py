@@ -170,6 +170,10 @@ WRONG = {
     "b, h, p, j: p**2 < j": r"products in place of powers, .* got p \*\* 2 in f",
     "b, h, p, j: p < 2147483648": "integers of 32 bits, got 2147483648 in f",
     "b, h, p, j: p > -2147483648": "integers of 32 bits, got 2147483648 in f",
+    "b, h, p, j: +p < j": r"no \+ in front of an operand, got \+p in f",
+    "b, h, p, j: div(p * 0.5, 2) < j": "div: expected integers, got torch.float32",
+    "b, h, p, j: mod(j, 2.0) < 1": "mod: expected integers, got float",
+    "b, h, p, j: div(p < j, 2) < 1": "div: expected integers, got torch.bool",
     "b, h, p, j: (j <= p) + (j < 2)": r"booleans: .*\| in place of \+ .* got add",
     "b, h, p, j: (j <= p) * (j < 2)": r"booleans: .* & in place of \*, got mul",
     "b, h, p, j: (j <= p) - (j < 2)": "booleans: .* got sub",
@@ -181,7 +185,8 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_what_a_function_may_not_do_is_named(text):
     parameters, result = text.split(": ", 1)
-    function = make(f"def f({parameters}): return {result}\n", {"limit": 3, "at": max})
+    scope = {"limit": 3, "at": max, "div": div, "mod": mod}
+    function = make(f"def f({parameters}): return {result}\n", scope)
     with pytest.raises((TypeError, ValueError), match=f"^mask: .*{WRONG[text]}"):
         Mask(function)
 
