@@ -59,6 +59,11 @@ def checked_source(code, name, first, count):
         literal = getattr(node, "value", None)
         if isinstance(literal, int) and literal >= 2**31:
             raise wrong(name, "integers of 32 bits", f"{literal} in {label}")
+        if isinstance(node, ast.AugAssign):
+            # PyTorch's would change the tensor that the function was given.
+            changed = ast.BinOp(node.target, node.op, node.value)
+            expected = f"{ast.unparse(node.target)} = {ast.unparse(changed)}"
+            raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
         if isinstance(operator, ast.FloorDiv | ast.Mod):
             expected = "div(a, b) and mod(a, b), which round down on every device"
             raise wrong(name, expected, f"// or % in {label}")

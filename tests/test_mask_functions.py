@@ -191,6 +191,15 @@ def test_what_a_function_may_not_do_is_named(text):
         Mask(function)
 
 
+def test_a_function_may_not_change_its_parameters():
+    for make_one, text, message in (
+        (Mask, "b, h, p, j):\n p -= j\n return p < 3\n", "p = p - j, got p -= j in f"),
+        (Score, "s, b, h, p, j):\n s += 1\n return s\n", "s = s + 1, got s += 1 in f"),
+    ):
+        with pytest.raises(ValueError, match=f": expected {re.escape(message)}"):
+            make_one(make(f"def f({text}", {}))
+
+
 def marked(b, h, p, j, flags):
     return at(flags, p) + at(flags, j)
 
