@@ -566,7 +566,7 @@ def test_dropout_under_a_checkpoint():
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("nothing", [0, 0.0, -0.0])
+@pytest.mark.parametrize("nothing", [0, 0.0, -0.0, np.float32(0)])
 def test_a_dropout_of_zero_draws_nothing(nothing):
     q, k, v = (torch.randn(1, 2, 8, 16, device=DEVICE) for _ in range(3))
     before = torch.get_rng_state()
