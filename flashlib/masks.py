@@ -364,8 +364,9 @@ def kind_of(x):
 INTEGERS = (torch.int32, torch.int64, torch.bool)
 
 
-def check_argument(name, x, dtypes=INTEGERS):
-    """x is an integer, or a tensor of these dtypes that a function can read.
+def check_argument(name, x, dtypes=INTEGERS, numbers="integers"):
+    """x is an integer, or a tensor of these dtypes that a function can read; an error
+    says which numbers the caller takes.
 
     Raises TypeError or ValueError with the name.
     """
@@ -378,7 +379,7 @@ def check_argument(name, x, dtypes=INTEGERS):
             expected = "tensors with 1 to 4 dimensions and at least one element"
             raise wrong(name, expected, list(x.shape))
     elif isinstance(x, bool) or not isinstance(x, int):
-        expected = "integers and tensors as arguments"
+        expected = f"{numbers} and tensors as arguments"
         raise wrong(name, expected, type_name(x), TypeError)
     elif abs(x) >= 2**31:
         raise wrong(name, "integers of 32 bits", x)

@@ -28,7 +28,7 @@ import torch
 
 from flashlib import internals, masks
 from flashlib.masks import CAPTURED, KNOWN, TRIED, Rule, at
-from flashlib.plain_checks import SOFTCAPS, wrong
+from flashlib.plain_checks import SOFTCAPS, type_name, wrong
 from flashlib.sources import source_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *masks.INTEGERS)
@@ -259,7 +259,7 @@ def check_argument(x):
     Raises TypeError or ValueError.
     """
     if not isinstance(x, float):
-        masks.check_argument("score", x, DTYPES)
+        masks.check_argument("score", x, DTYPES, "numbers")
     elif not abs(x) <= 1e37:
         raise wrong("score", "numbers up to 1e37", x)
 
@@ -290,7 +290,7 @@ def _one(s, b, h, p, j, slopes):
 def softcap(c):
     """``c tanh(s / c)`` (``eq-masks-softcap``), for c from 1e-30 to 1e30."""
     if isinstance(c, bool) or not isinstance(c, int | float):
-        raise wrong("softcap", "a real number", type(c).__name__, TypeError)
+        raise wrong("softcap", "a real number", type_name(c), TypeError)
     low, high = SOFTCAPS
     if not low <= c <= high:
         raise wrong("softcap", f"a number from {low:.0e} to {high:.0e}", c)

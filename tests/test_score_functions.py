@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from cases import output_gradients
@@ -120,8 +121,11 @@ def test_what_a_function_may_not_do_is_named(text):
 def test_arguments_of_scores_are_checked():
     for call, message in (
         (lambda: Score(lambda s, b, h, p, j: s), "score: .* by def, got a lambda"),
-        (lambda: Score(cubed, True), "score: expected integers and tensors as a"),
-        (lambda: Score(cubed, "a"), "score: expected integers and tensors as a"),
+        (
+            lambda: Score(cubed, True),
+            "score: expected numbers and tensors as arguments",
+        ),
+        (lambda: Score(cubed, "a"), "score: expected numbers and tensors as arguments"),
         (lambda: Score(cubed, float("nan")), "score: expected numbers up to 1e37, got"),
         (lambda: Score(cubed, 2**31), "score: expected integers of 32 bits, got"),
         (
@@ -130,6 +134,7 @@ def test_arguments_of_scores_are_checked():
         ),
         (lambda: softcap(0), r"softcap: expected a number from 1e-30 to 1e\+30, got 0"),
         (lambda: softcap("a"), "softcap: expected a real number, got str"),
+        (lambda: softcap(np.float32(3)), "softcap: .* number, got numpy.float32"),
         (lambda: softcap(3).then(masks.causal()), "score: expected a Score, got Mask"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
