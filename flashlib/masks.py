@@ -24,7 +24,6 @@ import types
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from flashlib import internals
 from flashlib.plain_checks import (
@@ -34,7 +33,7 @@ from flashlib.plain_checks import (
     type_name,
     wrong,
 )
-from flashlib.sources import source_of
+from flashlib.sources import NoSums, source_of
 
 # -- what a function may use, on tensors
 
@@ -205,23 +204,8 @@ def summary(source, kinds):
 def combined(function, *keys):
     """The key of a Mask that combines those with these keys."""
     key = hashlib.sha256(f"{function.__name__} {keys}".encode()).hexdigest()
-    KNOWN[key] = Rule(function, tuple(KNOWN[key] for key in keys))
+    KNOWN.setdefault(key, Rule(function, tuple(KNOWN[key] for key in keys)))
     return key
-
-
-class NoSums(TorchFunctionMode):
-    """While it is active, arithmetic of two booleans raises ValueError: their sum is
-    "or" for PyTorch and exclusive or for a kernel.
-    """
-
-    def __torch_function__(self, function, types, arguments=(), options=None):
-        if function.__name__ in ("add", "sub", "__rsub__", "mul"):
-            kinds = {getattr(x, "dtype", type(x)) for x in arguments}
-            if kinds <= {torch.bool, bool}:
-                expected, got = "| in place of + and & in place of *", function.__name__
-                # Python's operators would replace a TypeError by their own.
-                raise wrong("two booleans", expected, got)
-        return function(*arguments, **(options or {}))
 
 
 class Mask:
@@ -302,7 +286,8 @@ class Mask:
         """
         made = object.__new__(Mask)
         made.key = hashlib.sha256(f"part {self.key}".encode()).hexdigest()
-        KNOWN[made.key] = Rule(elsewhere, (KNOWN[self.key], *(CAPTURED,) * 3))
+        rule = Rule(elsewhere, (KNOWN[self.key], *(CAPTURED,) * 3))
+        KNOWN.setdefault(made.key, rule)
         made.rule = Rule(elsewhere, (self.rule, heads, rows, keys))
         made.depends, made.sizes = self.depends, ()
         return made
@@ -315,14 +300,8 @@ class Mask:
         """Boolean ``[B, H, T_q, T_k]``, True where query i sees key j; the first batch
         and the first key may have other numbers than 0.
         """
-        b, h, i, j = (
-            torch.arange(n, dtype=torch.int32, device=device).view(
-                [-1, *[1] * (3 - dim)]
-            )
-            for dim, n in enumerate((B, H, T_q, T_k))
-        )
-        positions = i + (T_k - T_q) + oldest
-        return self(b + batch, h, positions, j + oldest).expand(B, H, T_q, T_k)
+        indices = indices_of(B, H, T_q, T_k, device, batch, oldest)
+        return self(*indices).expand(B, H, T_q, T_k)
 
     def reach(self):
         """How many keys before its own position a query sees at most, as the mask's
@@ -337,6 +316,17 @@ class Mask:
     def require_sizes(self, B, H, T_k):
         """Raise ValueError where a tensor of a mask with a name is too small."""
         require_sizes("mask", self.sizes, B=B, H=H, T_k=T_k)
+
+
+def indices_of(B, H, T_q, T_k, device, batch, oldest):
+    """``(b, h, p, j)`` of all pairs ``[B, H, T_q, T_k]``, int32 tensors that broadcast;
+    the first batch and the first key have these numbers.
+    """
+    b, h, i, j = (
+        torch.arange(n, dtype=torch.int32, device=device).view([-1, *[1] * (3 - dim)])
+        for dim, n in enumerate((B, H, T_q, T_k))
+    )
+    return b + batch, h, i + (T_k - T_q) + oldest, j + oldest
 
 
 def require_sizes(name, sizes, **known):

@@ -12,6 +12,9 @@ import itertools
 import textwrap
 import types
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from flashlib.plain_checks import wrong
 
 
@@ -82,3 +85,18 @@ def checked_source(code, name, first, count):
             expected = "products in place of powers, such as a * a"
             raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
     return source
+
+
+class NoSums(TorchFunctionMode):
+    """While it is active, arithmetic of two booleans raises ValueError: their sum is
+    "or" for PyTorch and exclusive or for a kernel.
+    """
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function.__name__ in ("add", "sub", "__rsub__", "mul"):
+            kinds = {getattr(x, "dtype", type(x)) for x in arguments}
+            if kinds <= {torch.bool, bool}:
+                expected, got = "| in place of + and & in place of *", function.__name__
+                # Python's operators would replace a TypeError by their own.
+                raise wrong("two booleans", expected, got)
+        return function(*arguments, **(options or {}))
