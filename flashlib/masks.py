@@ -132,6 +132,17 @@ class Rule(NamedTuple):
             function(self.function), tuple(map(part, self.arguments)), derivative
         )
 
+    def text(self):
+        """The function and its arguments, of tensors the dtype and the sizes."""
+
+        def part(x):
+            if isinstance(x, torch.Tensor):
+                return f"{x.dtype}{[*x.shape]}"
+            return x.text() if isinstance(x, Rule) else repr(x)
+
+        name = self.function.__name__.removeprefix("_")
+        return f"{name}({', '.join(map(part, self.arguments))})"
+
     def tensors(self):
         """The tensors of a Rule, in their order."""
         for x in self.arguments:
@@ -265,6 +276,9 @@ class Mask:
         made.depends = any(by_batch), any(by_head)
         made.sizes = sum([mask.sizes for mask in masks], ())
         return made
+
+    def __repr__(self):
+        return f"<Mask {self.rule.text()}>"
 
     def __setstate__(self, state):
         vars(self).update(state)

@@ -168,6 +168,9 @@ class Score:
             if not (values < math.inf).all():
                 raise wrong(name, "a number at s = 0", values[0].item())
 
+    def __repr__(self):
+        return f"<Score {self.rule.text()}>"
+
     def __setstate__(self, state):
         vars(self).update(state)
         masks.register(self)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlib
 from flashlib import masks, score_mods, testing
+from flashlib.block_lists import BlockLists
 from flashlib.masks import Mask, at, div, mod
 from flashlib.reference import masks as reference
 from flashlib.score_functions import Score, alibi, softcap
@@ -140,6 +141,21 @@ def test_equal_definitions_have_one_key():
         masks.causal() | masks.prefix(3), ~masks.causal(),
     ]  # fmt: skip
     assert len({mask.key for mask in different}) == len(different)
+
+
+def test_masks_and_scores_print_their_functions():
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    mask = masks.window(3, 0) & ~masks.documents(ids)
+    assert repr(mask) == (
+        "<Mask both(window(3, 0), opposite(documents_of_batches(torch.int64[2, 8])))>"
+    )
+    score = softcap(2).then(alibi(torch.ones(4)))
+    text = "one_after_other(softcap(2.0, 0.5), alibi(torch.float32[4]))"
+    assert repr(score) == f"<Score {text}>"
+    q, k, v = testing.make_qkv(1, 2, 8, 16, device=DEVICE)
+    lists = BlockLists(masks.causal(), q, k, v)
+    sizes = "[B, H, H_kv, T_q, T_k] = [1, 2, 2, 8, 8]"
+    assert repr(lists) == f"<BlockLists <Mask causal()> {sizes}>"
 
 
 def make(text, scope):
