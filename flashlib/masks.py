@@ -33,7 +33,7 @@ from flashlib.plain_checks import (
     type_name,
     wrong,
 )
-from flashlib.sources import NoSums, source_of
+from flashlib.sources import NoSums, require_integers, source_of
 
 # -- what a function may use, on tensors
 
@@ -47,15 +47,6 @@ def at(x, *indices):
         for n, size in zip(indices, x.shape, strict=True)
     )
     return x[tuple(inside)]
-
-
-def require_integers(name, *operands):
-    """Raise TypeError unless the operands of this function are integers."""
-    for x in operands:
-        dtype = getattr(x, "dtype", type(x))
-        if dtype not in (torch.int32, torch.int64, int):
-            got = getattr(dtype, "__name__", dtype)
-            raise wrong(name, "integers", got, TypeError)
 
 
 def div(a, b):

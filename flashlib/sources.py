@@ -87,6 +87,15 @@ def checked_source(code, name, first, count):
     return source
 
 
+def require_integers(name, *operands):
+    """Raise TypeError unless the operands of this function are integers."""
+    for x in operands:
+        dtype = getattr(x, "dtype", type(x))
+        if dtype not in (torch.int32, torch.int64, int):
+            got = getattr(dtype, "__name__", dtype)
+            raise wrong(name, "integers", got, TypeError)
+
+
 class NoSums(TorchFunctionMode):
     """While it is active, arithmetic of two booleans raises ValueError: their sum is
     "or" for PyTorch and exclusive or for a kernel.
