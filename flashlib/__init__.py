@@ -29,8 +29,10 @@ The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,
 :func:`flashlib.decode`, :func:`flashlib.decode_latent`,
 :func:`flashlib.scaled_dot_product_attention`, :func:`flashlib.ring_attention`,
 :func:`flashlib.ulysses_attention` and the modules :class:`flashlib.FlashSelfAttention`
-and :class:`flashlib.LatentAttention`. Importing the package is cheap: PyTorch and
-Triton are loaded when a name is first used.
+and :class:`flashlib.LatentAttention`. The files :mod:`flashlib.masks`,
+:mod:`flashlib.score_functions`, :mod:`flashlib.block_lists`, :mod:`flashlib.kvcache`
+and :mod:`flashlib.fp8` have public names too. Importing the package is cheap: they,
+PyTorch and Triton are loaded when a name is first used.
 """
 
 import ctypes
@@ -51,6 +53,8 @@ _HOME = {
     "scaled_dot_product_attention": "flashlib.api",
     "ulysses_attention": "flashlib.ring",
 }
+# Modules with public names of their own.
+_MODULES = ("block_lists", "fp8", "kvcache", "masks", "score_functions")
 __all__ = list(_HOME)
 
 try:
@@ -87,8 +91,10 @@ if "TRITON_INTERPRET" not in os.environ:
 
 
 def __getattr__(name):
+    if name in _MODULES:  # the import makes it an attribute
+        return importlib.import_module(f"flashlib.{name}")
     if name not in _HOME:
-        names = ", ".join(_HOME)
+        names = ", ".join([*_HOME, *_MODULES])
         raise AttributeError(
             f"module 'flashlib' has no attribute {name!r}; it has {names}"
         )
@@ -98,4 +104,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_HOME, *_MODULES})

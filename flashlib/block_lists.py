@@ -64,6 +64,9 @@ class BlockLists:
         made = dict(zip(own, tile_lists.made_once(q, k, v, about, own), strict=True))
         self.lists = Lists(**{name: made[how] for name, how in wanted.items()})
 
+    def __repr__(self):
+        return f"<BlockLists {self.mask!r} [B, H, H_kv, T_q, T_k] = {self.sizes}>"
+
     def visible(self, *sizes, **options):
         """As that of the Mask."""
         return self.mask.visible(*sizes, **options)

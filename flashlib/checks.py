@@ -303,7 +303,7 @@ def check_score_mod(
 
 def dropout_or_none(dropout):
     """None for a dropout of 0, and otherwise the dropout."""
-    number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+    number = isinstance(dropout, numbers.Real) and not isinstance(dropout, bool)
     return None if number and dropout == 0 else dropout
 
 

@@ -33,7 +33,7 @@ from flashlib.plain_checks import (
     type_name,
     wrong,
 )
-from flashlib.sources import source_of
+from flashlib.sources import NoSums, require_integers, source_of
 
 # -- what a function may use, on tensors
 
@@ -51,11 +51,13 @@ def at(x, *indices):
 
 def div(a, b):
     """a / b for integers, rounded down."""
+    require_integers("div", a, b)
     return a // b
 
 
 def mod(a, b):
     """The rest of ``div(a, b)``, from 0 to b - 1 for a positive b."""
+    require_integers("mod", a, b)
     return a % b
 
 
@@ -120,6 +122,17 @@ class Rule(NamedTuple):
         return Rule(
             function(self.function), tuple(map(part, self.arguments)), derivative
         )
+
+    def text(self):
+        """The function and its arguments, of tensors the dtype and the sizes."""
+
+        def part(x):
+            if isinstance(x, torch.Tensor):
+                return f"{x.dtype}{[*x.shape]}"
+            return x.text() if isinstance(x, Rule) else repr(x)
+
+        name = self.function.__name__.removeprefix("_")
+        return f"{name}({', '.join(map(part, self.arguments))})"
 
     def tensors(self):
         """The tensors of a Rule, in their order."""
@@ -193,7 +206,7 @@ def summary(source, kinds):
 def combined(function, *keys):
     """The key of a Mask that combines those with these keys."""
     key = hashlib.sha256(f"{function.__name__} {keys}".encode()).hexdigest()
-    KNOWN[key] = Rule(function, tuple(KNOWN[key] for key in keys))
+    KNOWN.setdefault(key, Rule(function, tuple(KNOWN[key] for key in keys)))
     return key
 
 
@@ -232,7 +245,8 @@ class Mask:
         device = devices.pop() if devices else None
         zero = torch.zeros(2, dtype=torch.int32, device=device)
         try:
-            seen = self(zero, zero, zero, zero)
+            with NoSums():
+                seen = self(zero, zero, zero, zero)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             expected = "a function that PyTorch can evaluate on integer tensors"
             raise wrong("mask", expected, f"{type(error).__name__}: {error}") from error
@@ -254,6 +268,9 @@ class Mask:
         made.sizes = sum([mask.sizes for mask in masks], ())
         return made
 
+    def __repr__(self):
+        return f"<Mask {self.rule.text()}>"
+
     def __setstate__(self, state):
         vars(self).update(state)
         register(self)
@@ -274,7 +291,8 @@ class Mask:
         """
         made = object.__new__(Mask)
         made.key = hashlib.sha256(f"part {self.key}".encode()).hexdigest()
-        KNOWN[made.key] = Rule(elsewhere, (KNOWN[self.key], *(CAPTURED,) * 3))
+        rule = Rule(elsewhere, (KNOWN[self.key], *(CAPTURED,) * 3))
+        KNOWN.setdefault(made.key, rule)
         made.rule = Rule(elsewhere, (self.rule, heads, rows, keys))
         made.depends, made.sizes = self.depends, ()
         return made
@@ -287,14 +305,8 @@ class Mask:
         """Boolean ``[B, H, T_q, T_k]``, True where query i sees key j; the first batch
         and the first key may have other numbers than 0.
         """
-        b, h, i, j = (
-            torch.arange(n, dtype=torch.int32, device=device).view(
-                [-1, *[1] * (3 - dim)]
-            )
-            for dim, n in enumerate((B, H, T_q, T_k))
-        )
-        positions = i + (T_k - T_q) + oldest
-        return self(b + batch, h, positions, j + oldest).expand(B, H, T_q, T_k)
+        indices = indices_of(B, H, T_q, T_k, device, batch, oldest)
+        return self(*indices).expand(B, H, T_q, T_k)
 
     def reach(self):
         """How many keys before its own position a query sees at most, as the mask's
@@ -309,6 +321,17 @@ class Mask:
     def require_sizes(self, B, H, T_k):
         """Raise ValueError where a tensor of a mask with a name is too small."""
         require_sizes("mask", self.sizes, B=B, H=H, T_k=T_k)
+
+
+def indices_of(B, H, T_q, T_k, device, batch, oldest):
+    """``(b, h, p, j)`` of all pairs ``[B, H, T_q, T_k]``, int32 tensors that broadcast;
+    the first batch and the first key have these numbers.
+    """
+    b, h, i, j = (
+        torch.arange(n, dtype=torch.int32, device=device).view([-1, *[1] * (3 - dim)])
+        for dim, n in enumerate((B, H, T_q, T_k))
+    )
+    return b + batch, h, i + (T_k - T_q) + oldest, j + oldest
 
 
 def require_sizes(name, sizes, **known):
@@ -336,8 +359,9 @@ def kind_of(x):
 INTEGERS = (torch.int32, torch.int64, torch.bool)
 
 
-def check_argument(name, x, dtypes=INTEGERS):
-    """x is an integer, or a tensor of these dtypes that a function can read.
+def check_argument(name, x, dtypes=INTEGERS, numbers="integers"):
+    """x is an integer, or a tensor of these dtypes that a function can read; an error
+    says which numbers the caller takes.
 
     Raises TypeError or ValueError with the name.
     """
@@ -350,7 +374,7 @@ def check_argument(name, x, dtypes=INTEGERS):
             expected = "tensors with 1 to 4 dimensions and at least one element"
             raise wrong(name, expected, list(x.shape))
     elif isinstance(x, bool) or not isinstance(x, int):
-        expected = "integers and tensors as arguments"
+        expected = f"{numbers} and tensors as arguments"
         raise wrong(name, expected, type_name(x), TypeError)
     elif abs(x) >= 2**31:
         raise wrong(name, "integers of 32 bits", x)

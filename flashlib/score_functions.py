@@ -28,8 +28,8 @@ import torch
 
 from flashlib import internals, masks
 from flashlib.masks import CAPTURED, KNOWN, TRIED, Rule, at
-from flashlib.plain_checks import SOFTCAPS, wrong
-from flashlib.sources import source_of
+from flashlib.plain_checks import SOFTCAPS, type_name, wrong
+from flashlib.sources import NoSums, source_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *masks.INTEGERS)
 PARAMETERS = ("s", "b", "h", "p", "j")
@@ -85,7 +85,7 @@ def defined(function, derivative, *kinds):
     ]
     key, gathers = summary(tuple(sources), repr(kinds))
     arguments = tuple(CAPTURED if isinstance(kind, str) else kind for kind in kinds)
-    KNOWN[key] = Rule(function, arguments, derivative)
+    KNOWN.setdefault(key, Rule(function, arguments, derivative))
     return key, gathers
 
 
@@ -109,7 +109,7 @@ def combined(*keys):
     key = hashlib.sha256(f"{keys}".encode()).hexdigest()
     rules = tuple(KNOWN[key] for key in keys)
     derivative = None if any(x.derivative is None for x in rules) else chain_rule
-    KNOWN[key] = Rule(one_after_other, rules, derivative)
+    KNOWN.setdefault(key, Rule(one_after_other, rules, derivative))
     return key
 
 
@@ -159,13 +159,17 @@ class Score:
             if function is None:
                 continue
             try:
-                values = evaluated(function, rule.arguments, s, n, n, n, n)
+                with NoSums():
+                    values = evaluated(function, rule.arguments, s, n, n, n, n)
             except (IndexError, RuntimeError, TypeError, ValueError) as error:
                 expected = "a function that PyTorch can evaluate on tensors"
                 got = f"{type(error).__name__}: {error}"
                 raise wrong(name, expected, got) from error
             if not (values < math.inf).all():
                 raise wrong(name, "a number at s = 0", values[0].item())
+
+    def __repr__(self):
+        return f"<Score {self.rule.text()}>"
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -195,14 +199,7 @@ class Score:
         return self._applied(self.rule.derivative, s, batch, 0)
 
     def _applied(self, function, s, batch, oldest):
-        T_q, T_k = s.shape[2:]
-        b, h, i, j = (
-            torch.arange(n, dtype=torch.int32, device=s.device).view(
-                [-1, *[1] * (3 - dim)]
-            )
-            for dim, n in enumerate(s.shape)
-        )
-        indices = b + batch, h, i + (T_k - T_q) + oldest, j + oldest
+        indices = masks.indices_of(*s.shape, s.device, batch, oldest)
         return evaluated(function, self.rule.arguments, s, *indices)
 
     def check_derivative(self, s=None):
@@ -258,7 +255,7 @@ def check_argument(x):
     Raises TypeError or ValueError.
     """
     if not isinstance(x, float):
-        masks.check_argument("score", x, DTYPES)
+        masks.check_argument("score", x, DTYPES, "numbers")
     elif not abs(x) <= 1e37:
         raise wrong("score", "numbers up to 1e37", x)
 
@@ -289,7 +286,7 @@ def _one(s, b, h, p, j, slopes):
 def softcap(c):
     """``c tanh(s / c)`` (``eq-masks-softcap``), for c from 1e-30 to 1e30."""
     if isinstance(c, bool) or not isinstance(c, int | float):
-        raise wrong("softcap", "a real number", type(c).__name__, TypeError)
+        raise wrong("softcap", "a real number", type_name(c), TypeError)
     low, high = SOFTCAPS
     if not low <= c <= high:
         raise wrong("softcap", f"a number from {low:.0e} to {high:.0e}", c)

@@ -12,6 +12,9 @@ import itertools
 import textwrap
 import types
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from flashlib.plain_checks import wrong
 
 
@@ -56,6 +59,14 @@ def checked_source(code, name, first, count):
     body = ast.parse(source).body[0].body
     for node in itertools.chain.from_iterable(map(ast.walk, body)):
         operator = getattr(node, "op", None)
+        literal = getattr(node, "value", None)
+        if isinstance(literal, int) and literal >= 2**31:
+            raise wrong(name, "integers of 32 bits", f"{literal} in {label}")
+        if isinstance(node, ast.AugAssign):
+            # PyTorch's would change the tensor that the function was given.
+            changed = ast.BinOp(node.target, node.op, node.value)
+            expected = f"{ast.unparse(node.target)} = {ast.unparse(changed)}"
+            raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
         if isinstance(operator, ast.FloorDiv | ast.Mod):
             expected = "div(a, b) and mod(a, b), which round down on every device"
             raise wrong(name, expected, f"// or % in {label}")
@@ -67,7 +78,34 @@ def checked_source(code, name, first, count):
         if isinstance(node, ast.Subscript):
             expected = "at(x, a, b, ...) for an element of a tensor"
             raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
+        if isinstance(operator, ast.UAdd):
+            expected = "no + in front of an operand"
+            raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
         if isinstance(operator, ast.Pow):
             expected = "products in place of powers, such as a * a"
             raise wrong(name, expected, f"{ast.unparse(node)} in {label}")
     return source
+
+
+def require_integers(name, *operands):
+    """Raise TypeError unless the operands of this function are integers."""
+    for x in operands:
+        dtype = getattr(x, "dtype", type(x))
+        if dtype not in (torch.int32, torch.int64, int):
+            got = getattr(dtype, "__name__", dtype)
+            raise wrong(name, "integers", got, TypeError)
+
+
+class NoSums(TorchFunctionMode):
+    """While it is active, arithmetic of two booleans raises ValueError: their sum is
+    "or" for PyTorch and exclusive or for a kernel.
+    """
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function.__name__ in ("add", "sub", "__rsub__", "mul"):
+            kinds = {getattr(x, "dtype", type(x)) for x in arguments}
+            if kinds <= {torch.bool, bool}:
+                expected, got = "| in place of + and & in place of *", function.__name__
+                # Python's operators would replace a TypeError by their own.
+                raise wrong("two booleans", expected, got)
+        return function(*arguments, **(options or {}))

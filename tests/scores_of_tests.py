@@ -22,6 +22,14 @@ def of_softplus(s, b, h, p, j, n):
     return 1.0 / (1.0 + exp(-s))
 
 
+def fading(s, b, h, p, j, n):
+    return s * exp(-abs(p - j)) + log(n + abs(p - j))
+
+
+def of_fading(s, b, h, p, j, n):
+    return exp(-abs(p - j))
+
+
 def relative(s, b, h, p, j, table, n):
     return s + at(table, h, p - j + n)
 
@@ -53,4 +61,5 @@ def some_scores(B, H, T_k, rng):
         alibi(normal(B, H).abs()), Score(softplus, 3, derivative=of_softplus),
         Score(weighed, normal(B, H, 6, T_k), derivative=of_weighed),
         softcap(1.5).then(table), cube.then(softcap(3.0)).then(alibi(normal(H).abs())),
+        Score(fading, 1, derivative=of_fading),
     ]  # fmt: skip

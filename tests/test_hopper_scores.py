@@ -31,7 +31,7 @@ from flashlib.masks import Mask
 from flashlib.score_functions import Score, alibi, softcap
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-SCORES = 10  # of some_scores
+SCORES = 11  # of some_scores
 
 
 # -- what the kernels compute of a softcap, in float32 on any device

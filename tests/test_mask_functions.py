@@ -4,6 +4,7 @@ random calls, with scores as functions too.
 
 import itertools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlib
 from flashlib import masks, score_mods, testing
+from flashlib.block_lists import BlockLists
 from flashlib.masks import Mask, at, div, mod
 from flashlib.reference import masks as reference
 from flashlib.score_functions import Score, alibi, softcap
@@ -141,6 +143,21 @@ def test_equal_definitions_have_one_key():
     assert len({mask.key for mask in different}) == len(different)
 
 
+def test_masks_and_scores_print_their_functions():
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    mask = masks.window(3, 0) & ~masks.documents(ids)
+    assert repr(mask) == (
+        "<Mask both(window(3, 0), opposite(documents_of_batches(torch.int64[2, 8])))>"
+    )
+    score = softcap(2).then(alibi(torch.ones(4)))
+    text = "one_after_other(softcap(2.0, 0.5), alibi(torch.float32[4]))"
+    assert repr(score) == f"<Score {text}>"
+    q, k, v = testing.make_qkv(1, 2, 8, 16, device=DEVICE)
+    lists = BlockLists(masks.causal(), q, k, v)
+    sizes = "[B, H, H_kv, T_q, T_k] = [1, 2, 2, 8, 8]"
+    assert repr(lists) == f"<BlockLists <Mask causal()> {sizes}>"
+
+
 def make(text, scope):
     """The function of a text whose source Python finds."""
     import linecache
@@ -167,15 +184,51 @@ WRONG = {
     "b, h, p, j: (lambda x: x < p)(j)": "a function without functions",
     "b, h, p, j: p[j] < 3": r"at\(x, a, b, ...\) for an element .* got p\[j\] in f",
     "b, h, p, j: p**2 < j": r"products in place of powers, .* got p \*\* 2 in f",
+    "b, h, p, j: p < 2147483648": "integers of 32 bits, got 2147483648 in f",
+    "b, h, p, j: p > -2147483648": "integers of 32 bits, got 2147483648 in f",
+    "b, h, p, j: +p < j": r"no \+ in front of an operand, got \+p in f",
+    "b, h, p, j: div(p * 0.5, 2) < j": "div: expected integers, got torch.float32",
+    "b, h, p, j: mod(j, 2.0) < 1": "mod: expected integers, got float",
+    "b, h, p, j: div(p < j, 2) < 1": "div: expected integers, got torch.bool",
+    "b, h, p, j: (j <= p) + (j < 2)": r"booleans: .*\| in place of \+ .* got add",
+    "b, h, p, j: (j <= p) * (j < 2)": r"booleans: .* & in place of \*, got mul",
+    "b, h, p, j: (j <= p) - (j < 2)": "booleans: .* got sub",
+    "b, h, p, j: (j <= p) + (3 < 4)": "booleans: .* got add",
+    "b, h, p, j: True - (j <= p)": "booleans: .* got __rsub__",
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_a_function_may_not_do_is_named(text):
     parameters, result = text.split(": ", 1)
-    function = make(f"def f({parameters}): return {result}\n", {"limit": 3, "at": max})
+    scope = {"limit": 3, "at": max, "div": div, "mod": mod}
+    function = make(f"def f({parameters}): return {result}\n", scope)
     with pytest.raises((TypeError, ValueError), match=f"^mask: .*{WRONG[text]}"):
         Mask(function)
+
+
+def test_a_function_may_not_change_its_parameters():
+    for make_one, text, message in (
+        (Mask, "b, h, p, j):\n p -= j\n return p < 3\n", "p = p - j, got p -= j in f"),
+        (Score, "s, b, h, p, j):\n s += 1\n return s\n", "s = s + 1, got s += 1 in f"),
+    ):
+        with pytest.raises(ValueError, match=f": expected {re.escape(message)}"):
+            make_one(make(f"def f({text}", {}))
+
+
+def marked(b, h, p, j, flags):
+    return at(flags, p) + at(flags, j)
+
+
+def raised(s, b, h, p, j, flags):
+    return s + at(flags, p) * at(flags, j)
+
+
+def test_booleans_of_tensors_are_not_added():
+    flags, message = torch.ones(3) > 0, "two booleans: expected | in place of +"
+    for make_one in (lambda: Mask(marked, flags), lambda: Score(raised, flags)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_one()
 
 
 def test_arguments_of_masks_are_checked():
@@ -529,7 +582,7 @@ def test_dropout_under_a_checkpoint():
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("nothing", [0, 0.0, -0.0])
+@pytest.mark.parametrize("nothing", [0, 0.0, -0.0, np.float32(0)])
 def test_a_dropout_of_zero_draws_nothing(nothing):
     q, k, v = (torch.randn(1, 2, 8, 16, device=DEVICE) for _ in range(3))
     before = torch.get_rng_state()

@@ -384,7 +384,7 @@ def test_a_lazy_negation_is_resolved():
 # -- what a launcher sees
 
 
-def described(x, **changes):
+def described(x):
     """The Spec of a tensor in a plan of its own, and the plan."""
     specs = []
     plan = plans.Plan(specs.append, (x,))

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from cases import output_gradients
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 # -- functions
 
 
-@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("place", range(11))
 def test_derivatives_are_those_of_autograd(place):
     score = some_scores(2, 3, 7, random.Random(0))[place]
     score.check_derivative(3 * torch.randn(2, 3, 5, 7).to(DEVICE))
@@ -100,6 +101,7 @@ WRONG = {
     "s, b, h, p, j: p - j": "score: .* evaluate on tensors, got TypeError: it returns",
     "s, b, h, p, j: s > 0": "score: .* evaluate on tensors, got TypeError: it returns",
     "s, b, h, p, j: s / s": "score: expected a number at s = 0, got nan",
+    "s, b, h, p, j: s * ((j < 2) + (p < 3))": r"score: .* two booleans: .* got add",
     "s, b, h, p, j: 1.0 / s": "score: expected a number at s = 0, got inf",
 }
 
@@ -119,8 +121,11 @@ def test_what_a_function_may_not_do_is_named(text):
 def test_arguments_of_scores_are_checked():
     for call, message in (
         (lambda: Score(lambda s, b, h, p, j: s), "score: .* by def, got a lambda"),
-        (lambda: Score(cubed, True), "score: expected integers and tensors as a"),
-        (lambda: Score(cubed, "a"), "score: expected integers and tensors as a"),
+        (
+            lambda: Score(cubed, True),
+            "score: expected numbers and tensors as arguments",
+        ),
+        (lambda: Score(cubed, "a"), "score: expected numbers and tensors as arguments"),
         (lambda: Score(cubed, float("nan")), "score: expected numbers up to 1e37, got"),
         (lambda: Score(cubed, 2**31), "score: expected integers of 32 bits, got"),
         (
@@ -129,6 +134,7 @@ def test_arguments_of_scores_are_checked():
         ),
         (lambda: softcap(0), r"softcap: expected a number from 1e-30 to 1e\+30, got 0"),
         (lambda: softcap("a"), "softcap: expected a real number, got str"),
+        (lambda: softcap(np.float32(3)), "softcap: .* number, got numpy.float32"),
         (lambda: softcap(3).then(masks.causal()), "score: expected a Score, got Mask"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
@@ -303,7 +309,7 @@ def test_named_functions_are_those_of_kernels():
         )
         return lse[0, 0], score.change(s.double()[None, None, :, None])[0, 0, :, 0]
 
-    for function in (of_exp, of_log, of_tanhs, of_where):
+    for function in (of_exp, of_log, of_tanhs, of_where, of_positions):
         found, wanted = through(function)
         torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=2e-6)
 
@@ -314,6 +320,10 @@ def of_exp(s, b, h, p, j):
 
 def of_log(s, b, h, p, j):
     return log(abs(s) + 0.5)
+
+
+def of_positions(s, b, h, p, j):
+    return s * exp(-abs(p - j - 5)) + log(p + 100)
 
 
 def of_tanhs(s, b, h, p, j):

@@ -16,7 +16,7 @@ which calls these kernels take. The pieces that they share are in
 ``gluon_tasks.py``           forward: which tile is next, where a window begins
 ``gluon_scores.py``          softcap, ALiBi and functions of scores, both passes
 ``gluon_bias.py``            a bias, copied to shared memory or read, both passes
-``gluon_lists.py``           forward: masks that are functions, windows, sinks
+``gluon_lists.py``           forward: masks that are functions, windows
 ``gluon_keys.py``            backward: the blocks of queries that see a block of keys
 ``gluon_backward.py``        backward: copies, the first two products, the end
 ``gluon_fused.py``           a step of dK, dV and dQ in one kernel, d = 64 and 128

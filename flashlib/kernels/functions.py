@@ -61,11 +61,11 @@ def row(x, p):
 
 @triton.jit
 def exponential(x):
-    """e^x."""
-    return tl.exp(x)
+    """e^x, in float32 for integers too."""
+    return tl.exp(tl.cast(x, tl.float32))
 
 
 @triton.jit
 def logarithm(x):
-    """The natural logarithm."""
-    return tl.log(x)
+    """The natural logarithm, in float32 for integers too."""
+    return tl.log(tl.cast(x, tl.float32))

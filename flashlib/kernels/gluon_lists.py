@@ -1,4 +1,4 @@
-"""Pieces of Hopper's forward kernel for masks that are functions, and for sinks.
+"""Pieces of Hopper's forward kernel for masks that are functions.
 
 Chapter *Masks* (``eq-masks-kinds``). The producer and all consumers of a program pass
 through one list of blocks of keys, which :mod:`flashlib.kernels.tile_lists` makes for
@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from flashlib.kernels.tiles import LOG2_E
 
 
 class Queries(NamedTuple):
@@ -75,15 +73,3 @@ def hide_scores(s, queries, col, sizes, change):
         key = queries.seen - 1 - sizes.left - col  # [ROWS]
         s = gl.where(j[None, :] >= key[:, None], s, -float("inf"))  # [ROWS, BLOCK_K]
     return s
-
-
-@gluon.jit
-def with_sink(m, l, sink):
-    """tiles.with_sink, in Gluon: m and l [ROWS] after one more key with the score
-    ``sink`` and the value 0, and the factor [ROWS] that brings earlier sums to the new
-    maximum.
-    """
-    sink = sink.to(gl.float32) * LOG2_E
-    m_new = gl.maximum(m, sink)
-    factor = gl.exp2(m - m_new)
-    return m_new, l * factor + gl.exp2(sink - m_new), factor

@@ -63,7 +63,6 @@ from flashlib.kernels.gluon_lists import (
     hide_scores,
     list_bounds,
     list_of_task,
-    with_sink,
 )
 from flashlib.kernels.gluon_scores import (
     change_tile,
@@ -75,7 +74,7 @@ from flashlib.kernels.gluon_tasks import task_at, window_start
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator
 from flashlib.kernels.hopper_host import copies_bias, hopper_forward
 from flashlib.kernels.hopper_tiles import PROGRAMS, choose_tile
-from flashlib.kernels.tiles import LOWEST
+from flashlib.kernels.tiles import LOWEST, with_sink
 
 # With a causal mask, programs work on a section of the heads at a time. A section has
 # about four tiles for each program, but not many more heads than this. With fewer

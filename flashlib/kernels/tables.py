@@ -225,7 +225,9 @@ def tuned(name, table, tensors, causal, launch_row):
 
 def random_like(x):
     """A random tensor with the sizes, strides, dtype and alignment of x."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    extent = 1 + sum(
+        max(0, n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)
+    )
     past = x.data_ptr() // x.element_size()
     memory = torch.randn(past + extent, dtype=x.dtype, device=x.device)
     return memory[past:].as_strided(x.shape, x.stride())
