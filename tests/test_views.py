@@ -193,12 +193,15 @@ CALLS = {
 }  # fmt: skip
 # Repeated starts would say that all sequences are empty.
 VIEWS = [
-    pytest.param(call, name, view, id=f"{call.__name__}-{name}-{view.__name__}")
+    pytest.param(
+        call, name, view, id=f"{call.__name__}-{name}-{view.__name__}",
+        marks=() if view is strided or name == "sinks" else pytest.mark.slow,
+    )
     for call, arguments in CALLS.items()
     for name, x in arguments.items()
     for view in (strided, expanded)
     if isinstance(x, torch.Tensor) and (view is strided or "cu_seqlens" not in name)
-]
+]  # fmt: skip
 
 
 def viewed(x, view):
