@@ -193,7 +193,12 @@ SPILLS = {
     ("masked", 64, hopper_backward.FUSED[64]): (16, PARTIAL),
     ("masked", 128, hopper_backward.FUSED[128]): (16, PARTIAL),
 }
-ALIBI_SPILLS = {64: 56, 128: 48}  # of the fused kernel: the slope of a step's head
+# Bytes of stack where ALiBi makes them more: a slope, and what is computed from it.
+ALIBI_SPILLS = {
+    ("hopper", 64, hopper_tiles.TILES[64][2]): 112,  # in blocks with hidden pairs
+    ("fused", 64, hopper_backward.FUSED[64]): 56,
+    ("fused", 128, hopper_backward.FUSED[128]): 48,
+}
 # {(kernel, d): (bytes of stack that it may use, reads and writes of it in a loop that
 # multiplies)} where scores change. Forward, these are at the end of a tile, which
 # jumps back past the loops; nothing in the loops over keys waits on the stack.
@@ -235,8 +240,8 @@ def judge(job, found):
     assert [facts["kernel"] for facts in found] == [job.name]
     (facts,) = found
     allowed, _ = SPILLS.get((job.kernel, job.d, job.row), (0, ""))
-    if job.alibi and job.kernel == "fused":
-        allowed = ALIBI_SPILLS[job.d]
+    if job.alibi:
+        allowed = ALIBI_SPILLS.get((job.kernel, job.d, job.row), allowed)
     if job.changed:
         allowed, often = CHANGED_SPILLS[job.kernel, job.d]
         assert max(facts["stack_in_loops"]) <= often, facts["stack_in_loops"]
