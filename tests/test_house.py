@@ -136,7 +136,7 @@ ALLOWED = {
     "flashlib.score_mods": f"torch {PLAIN} {MASKS}",
     "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals "
     "flashlib.sources",
-    "flashlib.sources": f"torch {PLAIN}",
+    "flashlib.sources": f"torch {PLAIN} flashlib.internals",
     "flashlib.speeds": "flashlib.canvas",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
