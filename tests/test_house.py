@@ -88,7 +88,7 @@ ALLOWED = {
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
     "flashlib.iomodel.fp8": "flashlib.iomodel. flashlib.timeline",
     "flashlib.iomodel.hopper": "flashlib.iomodel.forms flashlib.timeline",
-    "flashlib.kernels": "torch triton",
+    "flashlib.kernels": "torch triton flashlib",
     "flashlib.kernels.": KERNEL,
     "flashlib.kernels.gluon_backward": f"{KERNEL} flashlib.kernels.backward",
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
