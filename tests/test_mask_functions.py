@@ -543,6 +543,7 @@ def test_wrong_calls_in_the_shape_of_pytorchs():
         ((q, q, q[:, :, :7]), {"is_causal": True}, "value: expected the sizes of key"),
         ((q, q, q), {"dropout_p": 1.0}, "dropout_p: expected .* not 1, got 1.0"),
         ((q, q, q), {"dropout_p": "a"}, "dropout_p: expected a real number"),
+        ((q, q, q), {"dropout_p": None}, "dropout_p: expected .* got NoneType"),
         ((q, q, q, seen[None, None, None]), {}, "attn_mask: expected at most 4 dimens"),
         ((q, 3, q), {}, "key: expected a torch.Tensor, got int"),
     ):
