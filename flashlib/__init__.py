@@ -68,26 +68,40 @@ if _foreign is not None:
         "python -m pip uninstall flashlib"
     )
 
-# Triton chooses between compiler and interpreter while it is being imported, and
-# torch.compile may import it before flashlib.kernels does. Without a CUDA driver, only
-# the interpreter can run this library's kernels, so the choice is made here, unless
-# Triton could run other kernels of the process on another GPU.
-if "TRITON_INTERPRET" not in os.environ:
+
+def interpret_unless(gpu):
+    """Let Triton interpret its kernels unless there is a GPU, or the environment says
+    what to do. Raises ImportError where Triton could run other kernels of the process
+    on another GPU.
+    """
+    if gpu or "TRITON_INTERPRET" in os.environ:
+        return
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = ""
+    if "+rocm" in torch or "+xpu" in torch:
+        raise ImportError(
+            f"TRITON_INTERPRET: expected 0 or 1 with torch {torch}, got nothing: "
+            "flashlib's kernels run on CUDA GPUs or, where it is 1, in Triton's "
+            "interpreter, as all other Triton kernels of the process do then; set "
+            "it before Python starts"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def has_driver():
+    """Whether there is a CUDA driver, without which there is no GPU."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        try:
-            _torch = importlib.metadata.version("torch")
-        except importlib.metadata.PackageNotFoundError:
-            _torch = ""
-        if "+rocm" in _torch or "+xpu" in _torch:
-            raise ImportError(
-                f"TRITON_INTERPRET: expected 0 or 1 with torch {_torch}, got nothing: "
-                "flashlib's kernels run on CUDA GPUs or, where it is 1, in Triton's "
-                "interpreter, as all other Triton kernels of the process do then; set "
-                "it before Python starts"
-            ) from None
-        os.environ["TRITON_INTERPRET"] = "1"
+        return False
+    return True
+
+
+# Triton chooses between compiler and interpreter while it is being imported, and
+# torch.compile may import it before flashlib.kernels asks PyTorch for a GPU.
+interpret_unless(has_driver())
 
 
 def __getattr__(name):

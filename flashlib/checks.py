@@ -498,6 +498,9 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
     # Dynamo cannot trace the second question, so ask the first one before it.
     if torch.compiler.is_compiling():
         return packing
+    # No sequence has more rows than there are; blocks beyond would do nothing.
+    longest_q, longest_k = min(longest_q, q.shape[0]), min(longest_k, k.shape[0])
+    packing = packing._replace(longest_q=longest_q, longest_k=longest_k)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return packing
     # One copy for both, since it waits for all work that the device still has to do.

@@ -221,7 +221,7 @@ def attention_forward(
         bias = bias if bias is None else bias[..., :n]
     options = {"causal": mask.causal, "window": mask.window}
     options |= {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    options["dropout"] = float(dropout)
+    options |= {"dropout": dropout}
     if mask.packed is not None and bias is None:
         return _attend_packed(mask.packed, query, key, value, options), None
     if mask.make is not None:

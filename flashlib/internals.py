@@ -6,6 +6,7 @@ kernel can call it, ``_check`` of torch, which PyTorch documents, and those in
 :mod:`flashlib.exercise`, since students receive that module alone.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -26,6 +27,13 @@ def needs_dispatcher():
         or torch._C._get_tracing_state() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def without_modes():
+    """A context without dispatch modes: tensors that are made in it are real ones."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return contextlib.nullcontext()
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 def transforms_active():

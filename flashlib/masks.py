@@ -33,7 +33,7 @@ from flashlib.plain_checks import (
     type_name,
     wrong,
 )
-from flashlib.sources import NoSums, require_integers, source_of
+from flashlib.sources import require_integers, source_of, tried
 
 # -- what a function may use, on tensors
 
@@ -144,7 +144,6 @@ class Rule(NamedTuple):
 
 
 CAPTURED = torch.empty(0)  # the place of a tensor that a function reads
-TRIED = set()  # the keys of Masks whose functions PyTorch has evaluated
 KNOWN = {}  # {key: the Rule of a Mask, with CAPTURED in place of each of its tensors}
 
 
@@ -182,15 +181,24 @@ def register(made):
 
 @internals.constant_while_tracing
 def defined(function, *kinds):
-    """``(key, by_batch, by_head)`` of a Mask of this function, whose arguments are
-    these numbers, or tensors of the dtype and dimensions that a text names.
+    """``(key, by_batch, by_head)`` of a Mask of this function, whose arguments have
+    these kinds, as ``kind_of``.
 
     Raises the errors of Mask.
     """
     source = source_of(function, "mask", ("b", "h", "p", "j"), len(kinds), NAMED)
-    arguments = tuple(CAPTURED if isinstance(kind, str) else kind for kind in kinds)
     key, *depends = summary(source, kinds)
-    KNOWN.setdefault(key, Rule(function, arguments))
+    if key not in KNOWN:
+
+        def evaluate():
+            n = torch.zeros(2, dtype=torch.int32, device="cpu")
+            return function(n, n, n, n, *map(stand_in, kinds))
+
+        seen = tried("mask", evaluate)
+        if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool:
+            got = getattr(seen, "dtype", type(seen).__name__)
+            raise wrong("mask", "a function that returns booleans", got, TypeError)
+        KNOWN[key] = Rule(function, captured(kinds))
     return key, *depends
 
 
@@ -233,26 +241,6 @@ class Mask:
         # Whether the mask can differ between batches, and between heads.
         self.depends, self.rule = tuple(depends), Rule(function, arguments)
         self.sizes = ()  # (name, tensor, least sizes) of the tensors of a named mask
-        if self.key not in TRIED and not internals.needs_dispatcher():
-            self._try()
-            TRIED.add(self.key)
-
-    def _try(self):
-        """Raise unless PyTorch can evaluate the function and gets booleans."""
-        devices = {x.device for x in self.tensors()}
-        if len(devices) > 1:
-            raise wrong("mask", "tensors on one device", sorted(map(str, devices)))
-        device = devices.pop() if devices else None
-        zero = torch.zeros(2, dtype=torch.int32, device=device)
-        try:
-            with NoSums():
-                seen = self(zero, zero, zero, zero)
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            expected = "a function that PyTorch can evaluate on integer tensors"
-            raise wrong("mask", expected, f"{type(error).__name__}: {error}") from error
-        if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool:
-            got = getattr(seen, "dtype", type(seen).__name__)
-            raise wrong("mask", "a function that returns booleans", got, TypeError)
 
     @classmethod
     def _combined(cls, function, *masks):
@@ -352,8 +340,23 @@ def require_sizes(name, sizes, **known):
 
 
 def kind_of(x):
-    """An argument as a part of a key."""
-    return f"{x.dtype} {x.ndim}" if isinstance(x, torch.Tensor) else x
+    """An argument as a part of a key: a number, or the dtype and the dimensions of a
+    tensor.
+    """
+    return (x.dtype, x.ndim) if isinstance(x, torch.Tensor) else x
+
+
+def stand_in(kind):
+    """An argument of this kind on the CPU, to try a function with."""
+    if not isinstance(kind, tuple):
+        return kind
+    dtype, dimensions = kind
+    return torch.ones([1] * dimensions, dtype=dtype, device="cpu")
+
+
+def captured(kinds):
+    """The arguments of these kinds, with CAPTURED in place of each tensor."""
+    return tuple(CAPTURED if isinstance(kind, tuple) else kind for kind in kinds)
 
 
 INTEGERS = (torch.int32, torch.int64, torch.bool)

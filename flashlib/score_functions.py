@@ -27,9 +27,9 @@ import math
 import torch
 
 from flashlib import internals, masks
-from flashlib.masks import CAPTURED, KNOWN, TRIED, Rule, at
+from flashlib.masks import KNOWN, Rule, at
 from flashlib.plain_checks import SOFTCAPS, type_name, wrong
-from flashlib.sources import NoSums, source_of
+from flashlib.sources import source_of, tried
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *masks.INTEGERS)
 PARAMETERS = ("s", "b", "h", "p", "j")
@@ -77,16 +77,35 @@ def chain_rule(s, b, h, p, j, first, second):
 @internals.constant_while_tracing
 def defined(function, derivative, *kinds):
     """``(key, gathers)`` of a Score of this function, as ``masks.defined``."""
-    functions = [function] if derivative is None else [function, derivative]
-    names = "score", "derivative"
+    functions = {"score": function, "derivative": derivative}
+    if derivative is None:
+        del functions["derivative"]
     sources = [
         source_of(f, name, PARAMETERS, len(kinds), NAMED)
-        for f, name in zip(functions, names, strict=False)
+        for name, f in functions.items()
     ]
     key, gathers = summary(tuple(sources), repr(kinds))
-    arguments = tuple(CAPTURED if isinstance(kind, str) else kind for kind in kinds)
-    KNOWN.setdefault(key, Rule(function, arguments, derivative))
+    if key not in KNOWN:
+        for name, f in functions.items():
+            check_function(name, f, kinds)
+        KNOWN[key] = Rule(function, masks.captured(kinds), derivative)
     return key, gathers
+
+
+def check_function(name, function, kinds):
+    """Raise unless PyTorch can evaluate the function of a Score, called name, whose
+    arguments have these kinds, and gets numbers at s = 0.
+    """
+
+    def evaluate():
+        s = torch.zeros(2, dtype=torch.float64, device="cpu")
+        n = s.to(torch.int32)
+        arguments = tuple(map(masks.stand_in, kinds))
+        return evaluated(function, arguments, s, n, n, n, n).tolist()
+
+    values = tried(name, evaluate)
+    if not all(x < math.inf for x in values):
+        raise wrong(name, "a number at s = 0", values[0])
 
 
 @functools.cache
@@ -141,32 +160,6 @@ class Score:
         )
         self.rule = Rule(function, arguments, derivative)
         self.sizes = ()  # (name, tensor, least sizes) of the tensors of a named score
-        if self.key not in TRIED and not internals.needs_dispatcher():
-            self._try()
-            TRIED.add(self.key)
-
-    def _try(self):
-        """Raise unless PyTorch can evaluate the functions, and gets numbers at s = 0.
-        No tensor is read, which would wait for its device.
-        """
-        if len(devices := {x.device for x in self.tensors()}) > 1:
-            raise wrong("score", "tensors on one device", sorted(map(str, devices)))
-        s, n = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int32)
-        rule = self.rule.mapped(
-            lambda x: x, lambda x: torch.ones([1] * x.ndim, dtype=x.dtype), lambda f: f
-        )
-        for name, function in (("score", rule[0]), ("derivative", rule[2])):
-            if function is None:
-                continue
-            try:
-                with NoSums():
-                    values = evaluated(function, rule.arguments, s, n, n, n, n)
-            except (IndexError, RuntimeError, TypeError, ValueError) as error:
-                expected = "a function that PyTorch can evaluate on tensors"
-                got = f"{type(error).__name__}: {error}"
-                raise wrong(name, expected, got) from error
-            if not (values < math.inf).all():
-                raise wrong(name, "a number at s = 0", values[0].item())
 
     def __repr__(self):
         return f"<Score {self.rule.text()}>"

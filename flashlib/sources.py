@@ -15,6 +15,7 @@ import types
 import torch
 from torch.overrides import TorchFunctionMode
 
+from flashlib import internals
 from flashlib.plain_checks import wrong
 
 
@@ -94,6 +95,19 @@ def require_integers(name, *operands):
         if dtype not in (torch.int32, torch.int64, int):
             got = getattr(dtype, "__name__", dtype)
             raise wrong(name, "integers", got, TypeError)
+
+
+def tried(name, evaluate):
+    """What ``evaluate()`` returns, computed by PyTorch even while it traces the call.
+    Raises ValueError with the name where PyTorch cannot compute it, or it does
+    arithmetic with two booleans.
+    """
+    try:
+        with internals.without_modes(), NoSums():
+            return evaluate()
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        expected = "a function that PyTorch can evaluate on tensors"
+        raise wrong(name, expected, f"{type(error).__name__}: {error}") from error
 
 
 class NoSums(TorchFunctionMode):

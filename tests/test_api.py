@@ -716,20 +716,25 @@ def test_an_explicit_choice_is_honored():
     assert "TRITON_INTERPRET=1" in line
 
 
-def test_another_gpu_must_be_chosen_for(tmp_path):
-    """Without a CUDA driver, where PyTorch is built for AMD's GPUs."""
+@pytest.mark.parametrize("driver", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_another_gpu_must_be_chosen_for(tmp_path, driver):
+    """Where PyTorch is built for AMD's GPUs: without a CUDA driver, or with one that
+    has no GPU.
+    """
     metadata = tmp_path / "torch-9.9+rocm9.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9+rocm9\n")
-    code = (
-        f"import ctypes, sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-        "def absent(name): raise OSError(name)\nctypes.CDLL = absent\nimport flashlib"
-    )
-    line = last_line(run_python(code, TRITON_INTERPRET=None))
+    code = f"import ctypes, sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    if driver:
+        code += "import torch\nctypes.CDLL = print\nimport flashlib.kernels"
+    else:
+        code += "def absent(name): raise OSError(name)\nctypes.CDLL = absent\n"
+        code += "import flashlib"
+    line = last_line(run_python(code, **NO_GPU, TRITON_INTERPRET=None))
     assert line.startswith(
         "ImportError: TRITON_INTERPRET: expected 0 or 1 with torch 9"
     )
-    done = run_python(code, TRITON_INTERPRET="1")
+    done = run_python(code, **NO_GPU, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 

@@ -740,6 +740,21 @@ def test_a_wrong_score_is_not_timed(few_scores, monkeypatch):
     assert errors()["auto"].startswith("wrong result")
 
 
+@pytest.mark.parametrize("name, place", [("bias", 6), ("sinks", 7), ("sinks", 8)])
+def test_a_wrong_gradient_of_what_is_learned_is_not_timed(
+    few_scores, monkeypatch, name, place
+):
+    attention = flashlib.attention
+
+    def wrong(q, k, v, **options):
+        x = options[name]
+        return attention(q, k, v, **options | {name: 2 * x - x.detach()})
+
+    monkeypatch.setattr(flashlib, "attention", wrong)
+    _, failed = scores.prepare(few_scores[place][0], ("auto",))
+    assert failed["auto"].startswith(f"wrong result: d{name}: ")
+
+
 # -- decoding
 
 

@@ -203,10 +203,10 @@ def test_a_device_with_less_memory_gets_a_smaller_row_or_a_clear_error():
             try:
                 chosen = fitting(row.bits, row.d, architecture, less, True)
             except ValueError as error:
-                assert f"{row.bits}-bit" in str(error) and str(less) in str(error)
+                assert f"{row.bits} bits" in str(error) and str(less) in str(error)
             else:
                 assert chosen.shared_bytes < row.shared_bytes
-    message = r"flash2: no configuration for 16-bit .*compute capability 7\.0"
+    message = r"q: expected a GPU with a tile of flash2 for 16 bits .* capability 7\.0"
     with pytest.raises(ValueError, match=message):
         fitting(16, 64, 70, 98_304, True)
 

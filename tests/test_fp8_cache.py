@@ -348,6 +348,6 @@ def test_gpus_without_the_type_are_refused(monkeypatch):
         cache_checks.check_eight_bits("k_cache", "cuda:0")
     capability[0] = (8, 9)
     cache_checks.check_eight_bits("k_cache", "cuda:0")
-    with pytest.raises(ValueError, match="decoding: no configuration for 8-bit"):
+    with pytest.raises(ValueError, match="a tile of decoding for 8 bits"):
         rows = decoding.CONFIGURATIONS
         tables.fitting("decoding", rows, 8, 128, 86, 101_376, False, None)

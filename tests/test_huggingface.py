@@ -592,6 +592,11 @@ def test_what_is_not_known_to_be_harmless_is_refused_by_name(name):
         call(**{name: value})
 
 
+def test_a_dropout_that_is_no_number_is_refused_by_name():
+    with refused(TypeError, "dropout: expected a real number, got str"):
+        call(dropout="a lot")
+
+
 def test_dropout_in_training_is_that_of_eager(monkeypatch):
     """With the factors that the kernels draw, in float64 on the other side."""
     ids, rate = tokens(length=7), 0.25

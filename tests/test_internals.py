@@ -18,6 +18,7 @@ import torch.distributed as dist
 from device import CUDA, DEVICE, HOPPER
 from histories import Passing
 from processes import output, process_environment, run
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flashlib import internals
 from flashlib.kernels import triton
@@ -40,6 +41,15 @@ def test_what_needs_the_dispatcher():
     with torch.no_grad(), torch.inference_mode(), torch.autocast(DEVICE):
         look(x)
     assert found == [False, True, True, True, True, False]
+
+
+def test_without_modes_tensors_are_real():
+    with FakeTensorMode(), Passing():
+        with internals.without_modes():
+            assert type(torch.zeros(2)) is torch.Tensor
+        assert isinstance(torch.zeros(2), FakeTensor)
+    with internals.without_modes():
+        assert type(torch.zeros(2)) is torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

@@ -330,6 +330,36 @@ def test_masks_and_scores_where_tensors_are_fake():
     assert made[0].visible(1, 1, 7, 7).all() and len(made[1].tensors()) == 1
 
 
+def summed(b, h, p, j, n):
+    return (j <= p) + (j < n)
+
+
+def summed_score(s, b, h, p, j, n):
+    return s * ((j <= p) + (j < n))
+
+
+def test_functions_are_tried_where_pytorch_traces_them():
+    """Nothing tried by one way may spare another."""
+    q, k, v = testing.make_qkv(1, 1, 5, 16, device=DEVICE)
+
+    def with_mask(n):
+        return flashlib.attention(q, k, v, mask=Mask(summed, n))
+
+    def with_score(n):
+        return flashlib.attention(q, k, v, score=Score(summed_score, n))
+
+    def in_fake_mode(n):
+        with FakeTensorMode():
+            call(n)
+
+    for call in (with_mask, with_score):
+        compiled = torch.compile(call, backend="eager", fullgraph=True)
+        # Dynamo wraps errors in its own.
+        for way, error in ((compiled, Exception), (in_fake_mode, ValueError)):
+            with pytest.raises(error, match="two booleans: expected"):
+                way(3)
+
+
 def same_document(b, h, p, j, ids, n):
     return at(ids, b, p) == at(ids, b, j)
 
@@ -513,6 +543,7 @@ def test_wrong_calls_in_the_shape_of_pytorchs():
         ((q, q, q[:, :, :7]), {"is_causal": True}, "value: expected the sizes of key"),
         ((q, q, q), {"dropout_p": 1.0}, "dropout_p: expected .* not 1, got 1.0"),
         ((q, q, q), {"dropout_p": "a"}, "dropout_p: expected a real number"),
+        ((q, q, q), {"dropout_p": None}, "dropout_p: expected .* got NoneType"),
         ((q, q, q, seen[None, None, None]), {}, "attn_mask: expected at most 4 dimens"),
         ((q, 3, q), {}, "key: expected a torch.Tensor, got int"),
     ):

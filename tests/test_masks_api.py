@@ -7,7 +7,7 @@ from expected import refused, same
 from test_masks import slopes
 
 import flashlib
-from flashlib import testing
+from flashlib import checks, testing
 from flashlib.plain_checks import UNLIMITED
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
@@ -87,6 +87,14 @@ WRONG_PACKING = [
      "alibi_slopes: expected .* B = 1, H = 4, got"),
     ({"causal": 1}, TypeError, "causal: expected True or False, got 1"),
 ]  # fmt: skip
+
+
+def test_a_bound_beyond_all_rows_starts_no_more_blocks():
+    """On a GPU 2^40 rows would be more blocks than a launch can have."""
+    q, k, _ = (x[0].transpose(0, 1) for x in small())
+    cu_q, cu_k = starts(0, 4, 9), starts(0, 12, 12)
+    packing = checks.check_sequences(q, k, cu_q, cu_k, 2**40, 2**40)
+    assert packing[2:] == (9, 12)
 
 
 @pytest.mark.parametrize("changes, error, message", WRONG_PACKING)

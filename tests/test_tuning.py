@@ -89,7 +89,7 @@ def test_tuning_stays_within_the_device(monkeypatch, capability, shared_bytes):
         for row in timed
     )
     tuning = Tuning(monkeypatch, capability, 1000)
-    with pytest.raises(ValueError, match="flash2: no configuration for 16-bit"):
+    with pytest.raises(ValueError, match="q: expected a GPU with a tile of flash2 for"):
         tuning.forward(d=128)
 
 

@@ -2,8 +2,9 @@
 Triton's interpreter.
 
 Triton decides while it is imported whether kernels are compiled or interpreted, from
-the environment variable ``TRITON_INTERPRET``. This package chooses the interpreter
-where there is no CUDA device; it honors an explicit value of the variable.
+the environment variable ``TRITON_INTERPRET``. :func:`flashlib.interpret_unless` chooses
+the interpreter where there is no CUDA device; it honors an explicit value of the
+variable.
 
 The kernels for Hopper GPUs are in Gluon, Triton's dialect, which no interpreter runs. A
 module ``hopper*.py`` has a kernel, the roles of its warps and its launchers, except
@@ -39,12 +40,11 @@ float32 and the results are rounded. Where no configuration fits the device they
 ValueError.
 """
 
-import os
-
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+import flashlib
+
+flashlib.interpret_unless(torch.cuda.is_available())
 
 try:
     import triton

@@ -8,6 +8,7 @@ import triton
 from flashlib.kernels import INTERPRETED, padded
 from flashlib.kernels.descriptors import describable
 from flashlib.kernels.tiles import Tile
+from flashlib.plain_checks import wrong
 
 
 class Configuration(NamedTuple):
@@ -126,11 +127,9 @@ def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal)
     """
     rows = all_fitting(table, bits, d, capability, shared_bytes, descriptors, causal)
     if not rows:
-        raise ValueError(
-            f"{name}: no configuration for {bits}-bit elements, head dimension {d} "
-            f"(padded), compute capability {capability / 10} and {shared_bytes} bytes "
-            "of shared memory"
-        )
+        expected = f"a GPU with a tile of {name} for {bits} bits and {d} columns"
+        got = f"compute capability {capability / 10}, {shared_bytes} bytes of shared"
+        raise wrong("q", expected, f"{got} memory")
     return rows[0]
 
 
