@@ -10,7 +10,8 @@ Cells fold to one line where a reader wants to read on: those that only check eq
 ("Checked: (8.3), (8.4)", each number a link), those that begin with imports and show
 nothing ("Setup"), and those tagged `hide-input` ("Code"), with what they print if they
 are tagged `hide-print` too: numbers that the text has. A cell that only shows code of
-the library shows that code alone, with the numbers of equations in place of labels.
+the library shows that code alone, with the numbers of equations in place of labels, and
+folds it if it is tagged `hide-input`.
 """
 
 import ast
@@ -308,7 +309,7 @@ class Marks(SphinxPostTransform):
             cell.children = fold("fold", "Setup", "", [source])
             hidden = False
         elif outputs and only_shows(code):
-            del cell.children[0]
+            cell.children = fold("fold", "Code", "", outputs) if hidden else outputs
             hidden = False
         if hidden:
             cell.children[:1] = fold("fold", "Code", "", [source, *printed])
