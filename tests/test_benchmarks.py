@@ -117,6 +117,7 @@ def test_operations_are_counted_by_the_rule():
     assert cell["tflops"] == timing.digits(2.5 * forward / cell["ms"] / 1e9)
 
 
+@pytest.mark.slow
 def test_the_first_call_is_timed_with_an_empty_cache_and_a_full_one():
     cells = calls.first(16, ["flash2"])
     found = [(cell["cache"], cell["direction"]) for cell in cells]

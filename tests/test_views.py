@@ -218,8 +218,14 @@ def test_a_view_counts_as_its_copy(call, name, view):
     assert_same(found, call(**arguments | {name: copied}))
 
 
+def some_slow(call):
+    """The first calls are quick enough for every run."""
+    marks = () if call in list(CALLS)[:2] else pytest.mark.slow
+    return pytest.param(call, id=call.__name__, marks=marks)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [some_slow(call) for call in CALLS])
 def test_views_under_the_compiler(call):
     """All tensors of a call, traced."""
     views, copies = dict(CALLS[call]), dict(CALLS[call])
