@@ -36,6 +36,7 @@ from flashlib.kernels import (
     hopper_latent,
     hopper_ring,
     hopper_tiles,
+    hopper_wide,
     latent,
     masks,
     masks_backward,
@@ -60,7 +61,7 @@ ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 SOFTMAX = r"(?s)DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.ARRIVE"
 HOPPER = (
     "hopper", "steps.hopper", "hopper_backward", "hopper_latent", "hopper_ring",
-    "gluon_order",
+    "hopper_wide", "gluon_order",
 )  # fmt: skip
 ARITHMETIC = ("MUFU.EX2", "FFMA", "FMNMX", "FADD", "F2FP", "FMUL")
 # A product of Hopper: columns, first register of the sums, first one of the factor that
@@ -330,11 +331,11 @@ def run_hopper(job, q, k, v, causal, scale):
         sizes = rows, k.shape[2], hopper_backward.FUSED[q.shape[3]][0]
         gluon_order.launch_finish(dq_sums, q.clone(), score_mod, *sizes, counters)
     elif job["kernel"] == "queries":
-        hopper_backward.launch_queries(*read, q.clone(), score_mod, job["row"])
-    elif job["kernel"] in ("fused", "masked"):
-        hopper_backward.launch_keys(*read, *results, job["row"], *sums)
+        hopper_wide.launch_queries(*read, q.clone(), score_mod, job["row"])
+    elif job["kernel"] == "keys":
+        hopper_wide.launch_keys(*read, *results, job["row"])
     else:
-        hopper_backward.launch_keys(*read, *results, job["row"])
+        hopper_backward.launch_keys(*read, *results, job["row"], *sums)
 
 
 def run_ring(q, k, o, causal, scale, tile):

@@ -30,7 +30,8 @@ FORWARD = (
 BACKWARD = (
     "copy_queries", "produce_queries", "add_queries", "consume_queries", "keys_kernel",
     # of gluon_backward, gluon_keys, gluon_fused, gluon_order and gluon_scores
-    "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
+    "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "copy_block",
+    "store_keys",
     "keys_by_formula", "block_of", "count_steps", "head_in", "row_in", "own_factors",
     "own_rows", "start_product", "start_first_scores", "start_half", "start_part",
     "add_half", "give_last_part",

@@ -11,6 +11,7 @@ from flashlib.kernels import (
     hopper_backward,
     hopper_host,
     hopper_tiles,
+    hopper_wide,
 )
 from flashlib.kernels.steps import hopper as steps
 
@@ -23,10 +24,9 @@ TABLES = {
         d: list(dict.fromkeys(table)) for d, table in hopper_tiles.TILES.items()
     },
     **{step: {d: [None] for d in steps.TILES} for step in steps.STEPS},
-    **{
-        name: {d: [row] for d, row in getattr(hopper_backward, name.upper()).items()}
-        for name in ("keys", "queries", "fused")
-    },
+    "keys": {256: [hopper_wide.KEYS]},
+    "queries": {256: [hopper_wide.QUERIES]},
+    "fused": {d: [row] for d, row in hopper_backward.FUSED.items()},
     "latent_keys": {192: [None]},
     "ring": {d: [hopper_tiles.TILES[d][1]] for d in (64, 128, 256)},
 }
@@ -39,6 +39,14 @@ BACKWARD = "keys", "queries", "fused", "latent_keys"
 SIMPLE = {"finish": (64, 128), "latent_finish": (192,)}
 NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel", "masked": "keys_kernel"}
 NAMES[steps.STEPS[0]] = "together_kernel"
+# The modules of kernels, as compile_worker.py calls them.
+MODULES = {
+    "hopper": "hopper", "ring": "hopper_ring", SMALL: "steps.small_hopper",
+    **dict.fromkeys(steps.STEPS, "steps.hopper"),
+    **dict.fromkeys(("fused", "masked"), "hopper_backward"), "finish": "gluon_order",
+    **dict.fromkeys(("keys", "queries"), "hopper_wide"),
+    **dict.fromkeys(("latent_keys", "latent_finish"), "hopper_latent"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,17 +72,7 @@ class Job(gate.Job):
 
     @property
     def step(self):
-        if self.kernel == "hopper":
-            return "hopper"
-        if self.kernel in SIMPLE:
-            return {"finish": "gluon_order", "latent_finish": "hopper_latent"}[
-                self.kernel
-            ]
-        if self.kernel == SMALL:
-            return "steps.small_hopper"
-        if self.kernel in ("latent_keys", "ring"):
-            return {"latent_keys": "hopper_latent", "ring": "hopper_ring"}[self.kernel]
-        return "steps.hopper" if self.kernel in steps.STEPS else "hopper_backward"
+        return MODULES[self.kernel]
 
     @property
     def name(self):
@@ -186,7 +184,7 @@ SPILLS = {
     ("ring", 128, hopper_tiles.TILES[128][1]): (32, BAND),
     ("ring", 256, hopper_tiles.TILES[256][1]): (32, BAND),
     ("hopper", 256, hopper_tiles.TILES[256][0]): (48, BAND),
-    ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
+    ("keys", 256, hopper_wide.KEYS): (32, BAND),
     ("latent_keys", 192, None): (288, DESCRIPTORS),
     ("fused", 64, hopper_backward.FUSED[64]): (16, OUTSIDE),
     ("fused", 128, hopper_backward.FUSED[128]): (32, BAND),

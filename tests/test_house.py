@@ -80,7 +80,7 @@ SHARED = (
 KERNEL = f"torch triton {PLAIN} {MODS} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
 )
-FUSED = " ".join(f"flashlib.kernels.gluon_{x}" for x in ("fused", "order", "wide"))
+FUSED = " ".join(f"flashlib.kernels.gluon_{x}" for x in ("fused", "order"))
 ALLOWED = {
     "flashlib": "",
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
@@ -100,7 +100,8 @@ ALLOWED = {
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
     "flashlib.kernels.gluon_order": f"{KERNEL} flashlib.internals",
     "flashlib.kernels.gluon_tiles": "triton",
-    "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED}",
+    "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED} "
+    "flashlib.kernels.hopper_wide",
     "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
     "flashlib.kernels.hopper",

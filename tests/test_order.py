@@ -59,12 +59,12 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
     padded = cdiv(T_q, PADDING) * PADDING
     order = gluon_order.choose_order(q, k, BLOCK_K, causal, left)
     sizes = gluon_backward.BackwardSizes(
-        H_kv, H // H_kv, padded, T_q, T_k, left, B, *order
+        H_kv, H // H_kv, padded, T_q, T_k, left, B, *order, None
     )
     ticket, programs = itertools.count(), cdiv(T_k, BLOCK_K)
     for _ in range(B * H_kv * programs):
         taken = KERNEL.take_ticket(ticket, programs, sizes, causal)
-        block = KERNEL.keys_by_formula(*taken, sizes, BLOCK_Q, BLOCK_K, causal, d)
+        block = KERNEL.keys_by_formula(*taken, sizes, BLOCK_Q, BLOCK_K, causal)
         assert block.band + block.full <= block.blocks
         first = sizes.GROUP * block.band * block.upward
         unmasked = range(first, first + sizes.GROUP * block.full)

@@ -55,9 +55,10 @@ from flashlib.kernels.gluon_backward import (
     EVERY_PART,
     WARPS,
     BackwardSizes,
+    allocate_sums,
     make_rows,
     meet,
-    prepare_backward,
+    prepare_rows,
     read_rows,
     split_layout,
     store_keys,
@@ -125,7 +126,7 @@ def produce(keys, queries, lse2, delta, sizes, block, shared):
     loaded: gl.constexpr = 2 * BLOCK_K * (FIRST + REST + FIRST)
     mbarrier.expect(shared.arrived, loaded)
     copy_three(keys, b, h_kv, block.col, shared.arrived, shared.own)
-    ring, statistics, H = shared.ring, shared.statistics, sizes.H_out * GROUP
+    ring, statistics, H = shared.ring, shared.statistics, sizes.H_kv * GROUP
     for n in range(GROUP * block.blocks):
         g, i = block_of(n, block, GROUP, BLOCK_Q)
         h, slot = h_kv * GROUP + g, n % SLOTS
@@ -298,7 +299,7 @@ def add_parts(dq_sums, counters, sizes, block, shared):
 def latent_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, dq_sums, counters,
     scale, scale_log2,
-    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    H_kv, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     cached, lists, per_batch, per_head, width, sharing,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
@@ -309,19 +310,19 @@ def latent_keys_kernel(
 
     q to dv are descriptors, of tiles of FIRST columns and of the rest. dq_sums is the
     descriptor of the sums of dQ, with tiles [BLOCK_Q, COLUMNS]. counters are as in
-    hopper_backward.keys_kernel. H_out to slope_head are the fields of BackwardSizes.
+    hopper_backward.keys_kernel. H_kv to slope_head are the fields of BackwardSizes.
     """
     sizes = BackwardSizes(
-        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        H_kv, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
         cached, lists, per_batch, per_head, width, sharing,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     number, head, falling, upward = take_ticket(counters, programs, sizes, CAUSAL)
-    # Of the bounds, consume needs only row and blocks, which depend on no D: with a
-    # causal mask it masks every block.
+    # Of the bounds, consume needs only row and blocks: with a causal mask it masks
+    # every block.
     block = keys_by_formula(
-        number, head, falling, upward, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128
+        number, head, falling, upward, sizes, BLOCK_Q, BLOCK_K, CAUSAL
     )
 
     k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)
@@ -381,7 +382,7 @@ def launch_keys(
     dq_sums = TensorDescriptor(dq_sums, [dq_sums.shape[0], d], [d, 1], shape, layout)
     sizes = BackwardSizes(
         H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed, paired,
-        awaited=EVERY_PART if deterministic else 1,
+        EVERY_PART if deterministic else 1,
     )  # fmt: skip
     rows, first = BLOCK_Q.value, FIRST.value
     plans.launch(
@@ -434,7 +435,8 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     """
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
-    do, delta, lse2, dq_sums, counters = prepare_backward(q, o, lse, do, dlse)
+    dq_sums, counters = allocate_sums(q, lse)
+    do, delta, lse2 = prepare_rows(q, o, lse, do, dlse, counters)
     dq, dk, dv = new_like(q, k, v)
     launch_keys(
         q, k, v, do, delta, lse2, dk, dv, score_mod, dq_sums, counters, deterministic
