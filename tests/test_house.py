@@ -105,7 +105,7 @@ ALLOWED = {
     "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
     "flashlib.kernels.hopper",
-    "flashlib.kernels.hopper_latent": f"{KERNEL} {FUSED}",
+    "flashlib.kernels.hopper_expanded": f"{KERNEL} {FUSED}",
     "flashlib.kernels.hopper_ring": f"{KERNEL} flashlib.kernels.hopper",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",

@@ -15,7 +15,7 @@ order, so two runs agree in every bit, unless dQ may be added up in any order. W
 blocks of queries a program takes follows from the lengths, a causal mask and a window
 or, for a mask that is a function, is in a list (gluon_keys.py). Wide heads, d = 256,
 have two kernels (hopper_wide.py), and expanded keys, d = 192, one of their own
-(hopper_latent.py).
+(hopper_expanded.py).
 
 The scores are transposed, with keys in rows. So dK and dV take the P and dS that a
 consumer has computed as first factors, straight from registers. For a part of dQ, dS

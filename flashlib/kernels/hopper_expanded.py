@@ -1,5 +1,5 @@
-"""The backward pass for Hopper (sm_90), in Gluon, of keys that are wider than values:
-d = 192 and d_v = 128, expanded latent attention.
+"""The backward pass of expanded attention for Hopper (sm_90), in Gluon: keys are wider
+than values, d = 192 and d_v = 128.
 
 Chapter *Latent attention*; the sums and the order of dQ are those of
 hopper_backward.py, fused. A consumer owns 64 keys, all 192 columns of their dK and the
@@ -91,7 +91,7 @@ HALF = gl.constexpr(32)  # of the queries of a step
 SHARE = gl.constexpr(32)  # of the columns of the third block of dQ, a consumer's
 
 
-class LatentShared(NamedTuple):
+class ExpandedShared(NamedTuple):
     """The shared memory of a program."""
 
     own: tuple  # K, its rest, and V: [BLOCK_K, FIRST], [BLOCK_K, REST], [BLOCK_K, D_V]
@@ -296,7 +296,7 @@ def add_parts(dq_sums, counters, sizes, block, shared):
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
-def latent_keys_kernel(
+def expanded_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, dq_sums, counters,
     scale, scale_log2,
     H_kv, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -343,7 +343,9 @@ def latent_keys_kernel(
     parts = Ring(tiles, make_barriers(1, CONSUMERS), make_barriers(1, 1))
     arrived = make_barriers(1, 1).index(0)
     own = k_first, k_second, v_tile
-    shared = LatentShared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
+    shared = ExpandedShared(
+        own, arrived, ring, statistics, ds, ds_ready, ds_read, parts
+    )
     outputs, keys, queries = (dk, dk_rest, dv), (k, k_rest, v), (q, q_rest, do)
     gl.warp_specialize([
         (consume, (0, outputs, scale, scale_log2, sizes, block, shared,
@@ -386,7 +388,7 @@ def launch_keys(
     )  # fmt: skip
     rows, first = BLOCK_Q.value, FIRST.value
     plans.launch(
-        latent_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
+        expanded_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
         gluon_descriptor(q, rows, first), gluon_descriptor(q, rows, REST.value),
         gluon_descriptor(k, BLOCK, first), rest_descriptor(k, BLOCK),
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, rows),
@@ -399,7 +401,7 @@ def launch_keys(
 
 
 @triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
-def latent_finish_kernel(
+def expanded_finish_kernel(
     dq_sums, dq, scale, first_row, H, T, PADDED,
     TILE_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
@@ -422,7 +424,7 @@ def launch_finish(dq_sums, dq, score_mod, padded, T_k):
     B, H, T_q, d = dq.shape
     first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
-        latent_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
+        expanded_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
         dq_sums, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
         ROWS.value, d, triton.next_power_of_2(d),
     )  # fmt: skip
