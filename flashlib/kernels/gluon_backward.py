@@ -49,7 +49,7 @@ class BackwardSizes(NamedTuple):
     paired: int | None
     # A part of dQ waits for at most this many earlier ones; None with lists: for all.
     awaited: int | None
-    # Of a mask that is a function only:
+    # Of hopper_backward.py only, the first six with a mask that is a function:
     cached: int | None = None  # blocks of queries, dO and dQ that fit in the L2 cache
     lists: torch.Tensor | None = None  # of tile_lists.in_order
     per_batch: int | None = None  # lists of heads from one batch to the next

@@ -148,11 +148,11 @@ def start(a, b, acc, use_acc: gl.constexpr = True):
 
 @gluon.jit
 def add_half(
-    c: gl.constexpr, half: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
+    c: gl.constexpr, half: gl.constexpr, dk, dk_rest, dv, n, row, invariants, shared,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Half of the queries of block n, at row, adds to dK and dV and stores its dS^T."""
-    own, _, seen_from, real, scale_log2, sizes, shared = invariants
+    own, seen_from, real, scale_log2, sizes = invariants
     layout: gl.constexpr = accumulator(HALF)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(FIRST), 2)
@@ -194,18 +194,17 @@ def add_half(
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
+    c: gl.constexpr, dk, dk_rest, dv, n, row, columns_of_k, invariants, shared,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
     part of dQ.
     """
-    columns_of_k, shared = invariants[1], invariants[6]
     slot = n % SLOTS
     mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
     for half in gl.static_range(2):
         dk, dk_rest, dv = add_half(
-            c, half, dk, dk_rest, dv, n, row, invariants, MASKED, RAGGED
+            c, half, dk, dk_rest, dv, n, row, invariants, shared, MASKED, RAGGED
         )
     # Both consumers read what both have stored.
     fence_async_shared()
@@ -251,13 +250,13 @@ def consume(
     dv = gl.zeros([ROWS, FIRST], gl.float32, accumulator(FIRST))  # [ROWS, D_V]
     mbarrier.wait(shared.arrived, 0)
     own = k_tile, k_rest, v_tile
-    invariants = (own, columns_of_k, seen_from, real, scale_log2, sizes, shared)
+    invariants = own, seen_from, real, scale_log2, sizes
     # There are no registers for two loops: with a causal mask, every block is masked.
     steps = sizes.GROUP * block.blocks
     for n in range(steps):
         i = block_of(n, block, sizes.GROUP, BLOCK_Q)[1]
         dk, dk_rest, dv = add_queries(
-            c, dk, dk_rest, dv, n, i, invariants, CAUSAL, RAGGED
+            c, dk, dk_rest, dv, n, i, columns_of_k, invariants, shared, CAUSAL, RAGGED
         )
     sums, cols = (dk, dk_rest, dv), (0, FIRST, 0)
     store_keys(c, outputs, sums, cols, scale, steps, block, shared)
@@ -300,8 +299,6 @@ def expanded_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, dq_sums, counters,
     scale, scale_log2,
     H_kv, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
-    cached, lists, per_batch, per_head, width, sharing,
-    slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -310,13 +307,12 @@ def expanded_keys_kernel(
 
     q to dv are descriptors, of tiles of FIRST columns and of the rest. dq_sums is the
     descriptor of the sums of dQ, with tiles [BLOCK_Q, COLUMNS]. counters are as in
-    hopper_backward.keys_kernel. H_kv to slope_head are the fields of BackwardSizes.
+    hopper_backward.keys_kernel. H_kv to awaited are the first fields of BackwardSizes.
+    The others are of masks, which this kernel does not take, and of ALiBi.
     """
     sizes = BackwardSizes(
-        H_kv, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
-        cached, lists, per_batch, per_head, width, sharing,
-        slopes, slope_batch, slope_head,
-    )  # fmt: skip
+        H_kv, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
+    )
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     number, head, falling, upward = take_ticket(counters, programs, sizes, CAUSAL)
     # Of the bounds, consume needs only row and blocks: with a causal mask it masks
@@ -382,10 +378,6 @@ def launch_keys(
     shape = [BLOCK_Q.value, COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     dq_sums = TensorDescriptor(dq_sums, [dq_sums.shape[0], d], [d, 1], shape, layout)
-    sizes = BackwardSizes(
-        H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed, paired,
-        EVERY_PART if deterministic else 1,
-    )  # fmt: skip
     rows, first = BLOCK_Q.value, FIRST.value
     plans.launch(
         expanded_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
@@ -395,7 +387,9 @@ def launch_keys(
         row_descriptor(lse2, rows), row_descriptor(delta, rows),
         gluon_descriptor(dk, ROWS.value, first), rest_descriptor(dk, ROWS.value),
         gluon_descriptor(dv, ROWS.value), dq_sums, counters,
-        scale, scale * LOG2_E.value, *sizes,
+        scale, scale * LOG2_E.value,
+        H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed, paired,
+        EVERY_PART if deterministic else 1,
         CAUSAL=causal, RAGGED=T_k % BLOCK != 0, **WARPS,
     )  # fmt: skip
 
