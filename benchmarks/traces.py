@@ -238,7 +238,7 @@ def forward_launch(case):
 
 def backward_launch(case):
     """The Launch of the kernel for dK and dV that, unless d = 256, adds up dQ too."""
-    from flashlib.kernels import hopper, hopper_backward
+    from flashlib.kernels import hopper, hopper_backward, hopper_wide
     from flashlib.kernels.backward import DELTA_ROWS, launch_delta
     from flashlib.kernels.gluon_order import ADDERS
 
@@ -249,19 +249,19 @@ def backward_launch(case):
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     turns = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
     launch_delta(o, lse, do, torch.zeros_like(lse), delta, lse2, turns)
-    row = (hopper_backward.FUSED | hopper_backward.KEYS)[case.d]
-    rest, adders = (), []
+    module, rest, adders = hopper_wide, (hopper_wide.KEYS,), []
     if case.d in hopper_backward.FUSED:
-        rest = lse.new_empty(delta.numel(), case.d), turns
+        module, dq_sums = hopper_backward, lse.new_empty(delta.numel(), case.d)
+        rest = hopper_backward.FUSED[case.d], dq_sums, turns
         adders = [f"adder {a}" for a in range(ADDERS.value)]
 
     def call():
         turns.zero_()
         read = q, k, v, do, delta, lse2
-        hopper_backward.launch_keys(*read, dk, dv, score_mod, row, *rest)
+        module.launch_keys(*read, dk, dv, score_mod, *rest)
 
     roles = partitions(2, "producer", *adders)
-    return Launch(hopper_backward, "keys_kernel", roles, call, (dk, dv))
+    return Launch(module, "keys_kernel", roles, call, (dk, dv))
 
 
 def launch_of(case):

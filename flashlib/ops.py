@@ -329,10 +329,10 @@ def flash_forward(
 
 def _hopper_backward(q):
     """The launcher of the gradients on Hopper for queries of this width."""
-    from flashlib.kernels import hopper_backward, hopper_host, hopper_latent
+    from flashlib.kernels import hopper_backward, hopper_expanded, hopper_host
 
     expanded = q.shape[-1] == hopper_host.EXPANDED[0]
-    return (hopper_latent if expanded else hopper_backward).backward
+    return (hopper_expanded if expanded else hopper_backward).backward
 
 
 def flash_backward(

@@ -32,10 +32,11 @@ from flashlib.kernels import (
     hopper,
     hopper_absorbed,
     hopper_backward,
+    hopper_expanded,
     hopper_fp8,
-    hopper_latent,
     hopper_ring,
     hopper_tiles,
+    hopper_wide,
     latent,
     masks,
     masks_backward,
@@ -59,8 +60,8 @@ ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 # The code between the wait for the scores and the next product: a tile's softmax.
 SOFTMAX = r"(?s)DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.ARRIVE"
 HOPPER = (
-    "hopper", "steps.hopper", "hopper_backward", "hopper_latent", "hopper_ring",
-    "gluon_order",
+    "hopper", "steps.hopper", "hopper_backward", "hopper_expanded", "hopper_ring",
+    "hopper_wide", "gluon_order",
 )  # fmt: skip
 ARITHMETIC = ("MUFU.EX2", "FFMA", "FMNMX", "FADD", "F2FP", "FMUL")
 # A product of Hopper: columns, first register of the sums, first one of the factor that
@@ -322,19 +323,19 @@ def run_hopper(job, q, k, v, causal, scale):
     read, results = (q, k, v, o, delta, lse2), (k.clone(), v.clone(), score_mod)
     dq_sums, counters = torch.empty(lse2.numel(), q.shape[3]), lse2.int()
     sums = dq_sums, counters, job["deterministic"]
-    if job["kernel"] == "latent_keys":
-        hopper_latent.launch_keys(*read, *results, *sums)
-    elif job["kernel"] == "latent_finish":
-        hopper_latent.launch_finish(dq_sums, q.clone(), score_mod, rows, k.shape[2])
+    if job["kernel"] == "expanded_keys":
+        hopper_expanded.launch_keys(*read, *results, *sums)
+    elif job["kernel"] == "expanded_finish":
+        hopper_expanded.launch_finish(dq_sums, q.clone(), score_mod, rows, k.shape[2])
     elif job["kernel"] == "finish":
         sizes = rows, k.shape[2], hopper_backward.FUSED[q.shape[3]][0]
         gluon_order.launch_finish(dq_sums, q.clone(), score_mod, *sizes, counters)
     elif job["kernel"] == "queries":
-        hopper_backward.launch_queries(*read, q.clone(), score_mod, job["row"])
-    elif job["kernel"] in ("fused", "masked"):
-        hopper_backward.launch_keys(*read, *results, job["row"], *sums)
+        hopper_wide.launch_queries(*read, q.clone(), score_mod, job["row"])
+    elif job["kernel"] == "keys":
+        hopper_wide.launch_keys(*read, *results, job["row"])
     else:
-        hopper_backward.launch_keys(*read, *results, job["row"])
+        hopper_backward.launch_keys(*read, *results, job["row"], *sums)
 
 
 def run_ring(q, k, o, causal, scale, tile):

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import torch
 from device import as_python
 
-# The functions of hopper.forward_kernel, its own first, and of keys_kernel of
-# hopper_backward.
+# The functions of hopper.forward_kernel, its own first, of keys_kernel of
+# hopper_backward, and of both kernels of hopper_wide.
 FORWARD = (
     "head_and_block", "task_at", "window_start", "produce", "skip", "hide_scores",
     "attend_first", "attend", "consume", "forward_kernel",
@@ -30,7 +30,8 @@ FORWARD = (
 BACKWARD = (
     "copy_queries", "produce_queries", "add_queries", "consume_queries", "keys_kernel",
     # of gluon_backward, gluon_keys, gluon_fused, gluon_order and gluon_scores
-    "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
+    "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "copy_block",
+    "store_keys",
     "keys_by_formula", "block_of", "count_steps", "head_in", "row_in", "own_factors",
     "own_rows", "start_product", "start_first_scores", "start_half", "start_part",
     "add_half", "give_last_part",
@@ -38,10 +39,18 @@ BACKWARD = (
     "add_or_store", "add_lines", "count_part", "next_turn", "add_parts",
     "change_transposed", "less_bias", "times_derivative",
 )  # fmt: skip
-# What it takes from a list, with a mask that is a function.
+# What keys_kernel of hopper_backward takes from a list, with a mask that is a function.
 LISTED = (
     "section_of_lists", "keys_by_list", "entry_at", "queries_of", "make_notes",
     "store_note", "read_note", "without_hidden",
+)  # fmt: skip
+WIDE = (
+    "make_shared_tiles", "produce_queries", "hand_over", "add_product", "add_queries",
+    "consume_queries", "keys_kernel",
+    "produce_keys", "start_pair", "add_keys", "consume_keys", "queries_kernel",
+    # of gluon_backward and gluon_keys
+    "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "copy_block",
+    "keys_by_formula", "block_of",
 )  # fmt: skip
 SWIZZLED = 64  # columns of 16 bits that shared memory keeps together
 LIMIT = 60  # seconds that a role waits at a barrier

@@ -11,6 +11,7 @@ from flashlib.kernels import (
     hopper_backward,
     hopper_host,
     hopper_tiles,
+    hopper_wide,
 )
 from flashlib.kernels.steps import hopper as steps
 
@@ -23,22 +24,29 @@ TABLES = {
         d: list(dict.fromkeys(table)) for d, table in hopper_tiles.TILES.items()
     },
     **{step: {d: [None] for d in steps.TILES} for step in steps.STEPS},
-    **{
-        name: {d: [row] for d, row in getattr(hopper_backward, name.upper()).items()}
-        for name in ("keys", "queries", "fused")
-    },
-    "latent_keys": {192: [None]},
+    "keys": {256: [hopper_wide.KEYS]},
+    "queries": {256: [hopper_wide.QUERIES]},
+    "fused": {d: [row] for d, row in hopper_backward.FUSED.items()},
+    "expanded_keys": {192: [None]},
     "ring": {d: [hopper_tiles.TILES[d][1]] for d in (64, 128, 256)},
 }
 # The backward pass of masks has the row of the fused form.
 TABLES["masked"] = TABLES["fused"]
 UNMASKED = tuple(x for x in TABLES if x != "masked")
 SMALL = "small"  # one head, no mask, lengths that its blocks divide
-BACKWARD = "keys", "queries", "fused", "latent_keys"
+BACKWARD = "keys", "queries", "fused", "expanded_keys"
 # What rounds dQ where one kernel computes all gradients, and multiplies no matrices.
-SIMPLE = {"finish": (64, 128), "latent_finish": (192,)}
+SIMPLE = {"finish": (64, 128), "expanded_finish": (192,)}
 NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel", "masked": "keys_kernel"}
 NAMES[steps.STEPS[0]] = "together_kernel"
+# The modules of kernels, as compile_worker.py calls them.
+MODULES = {
+    "hopper": "hopper", "ring": "hopper_ring", SMALL: "steps.small_hopper",
+    **dict.fromkeys(steps.STEPS, "steps.hopper"),
+    **dict.fromkeys(("fused", "masked"), "hopper_backward"), "finish": "gluon_order",
+    **dict.fromkeys(("keys", "queries"), "hopper_wide"),
+    **dict.fromkeys(("expanded_keys", "expanded_finish"), "hopper_expanded"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,17 +72,7 @@ class Job(gate.Job):
 
     @property
     def step(self):
-        if self.kernel == "hopper":
-            return "hopper"
-        if self.kernel in SIMPLE:
-            return {"finish": "gluon_order", "latent_finish": "hopper_latent"}[
-                self.kernel
-            ]
-        if self.kernel == SMALL:
-            return "steps.small_hopper"
-        if self.kernel in ("latent_keys", "ring"):
-            return {"latent_keys": "hopper_latent", "ring": "hopper_ring"}[self.kernel]
-        return "steps.hopper" if self.kernel in steps.STEPS else "hopper_backward"
+        return MODULES[self.kernel]
 
     @property
     def name(self):
@@ -142,7 +140,7 @@ def jobs():
     found += [job(*row, causal, RAGGED) for row in rows("ring") for causal in BOTH]
     found += masked("prefix", EVEN) + masked("documents", RAGGED)
     found += [job(*row, True, EVEN, alibi=True) for row in rows("hopper", "fused")]
-    sliding = rows("hopper", "keys", "queries", "fused", "latent_keys")
+    sliding = rows("hopper", "keys", "queries", "fused", "expanded_keys")
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows(*BACKWARD)]
     found += [job(SMALL, d, None, False, EVEN) for d in (64, 128)]
@@ -159,7 +157,7 @@ def thorough_jobs():
         for causal in (False, True)
         for options in kinds
     ]
-    fused = rows("fused", "latent_keys")
+    fused = rows("fused", "expanded_keys")
     found += [job(*row, True, EVEN, deterministic=False) for row in fused]
     return found + [job(*row, True, RAGGED, left=100) for row in fused]
 
@@ -186,8 +184,8 @@ SPILLS = {
     ("ring", 128, hopper_tiles.TILES[128][1]): (32, BAND),
     ("ring", 256, hopper_tiles.TILES[256][1]): (32, BAND),
     ("hopper", 256, hopper_tiles.TILES[256][0]): (48, BAND),
-    ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
-    ("latent_keys", 192, None): (288, DESCRIPTORS),
+    ("keys", 256, hopper_wide.KEYS): (32, BAND),
+    ("expanded_keys", 192, None): (288, DESCRIPTORS),
     ("fused", 64, hopper_backward.FUSED[64]): (16, OUTSIDE),
     ("fused", 128, hopper_backward.FUSED[128]): (32, BAND),
     ("masked", 64, hopper_backward.FUSED[64]): (16, PARTIAL),

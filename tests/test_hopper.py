@@ -236,7 +236,8 @@ def test_small_kernel(d, T_k, dtype):
 VARIANTS = {
     f"hopper-d{d}-{row[0]}x{row[1]}": (with_tile(row), d)
     for d, rows in hopper_tiles.TILES.items()
-    if d != hopper_host.EXPANDED[0]  # whose values are narrower: test_hopper_latent.py
+    # Values are narrower at one d, which test_hopper_expanded.py has.
+    if d != hopper_host.EXPANDED[0]
     for row in rows
 } | {step: (functools.partial(steps.forward, step=step), 128) for step in steps.STEPS}
 

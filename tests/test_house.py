@@ -80,7 +80,7 @@ SHARED = (
 KERNEL = f"torch triton {PLAIN} {MODS} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
 )
-FUSED = " ".join(f"flashlib.kernels.gluon_{x}" for x in ("fused", "order", "wide"))
+FUSED = " ".join(f"flashlib.kernels.gluon_{x}" for x in ("fused", "order"))
 ALLOWED = {
     "flashlib": "",
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
@@ -100,11 +100,12 @@ ALLOWED = {
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
     "flashlib.kernels.gluon_order": f"{KERNEL} flashlib.internals",
     "flashlib.kernels.gluon_tiles": "triton",
-    "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED}",
+    "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED} "
+    "flashlib.kernels.hopper_wide",
     "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
     "flashlib.kernels.hopper",
-    "flashlib.kernels.hopper_latent": f"{KERNEL} {FUSED}",
+    "flashlib.kernels.hopper_expanded": f"{KERNEL} {FUSED}",
     "flashlib.kernels.hopper_ring": f"{KERNEL} flashlib.kernels.hopper",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",
@@ -333,7 +334,7 @@ def test_kernels_use_their_arguments(path):
 
 
 def fields():
-    """{name: fields} of the NamedTuples of the kernels."""
+    """{name: {field: whether it has a default}} of the NamedTuples of the kernels."""
     classes = [
         node
         for path in KERNEL_FILES
@@ -342,21 +343,27 @@ def fields():
         and "NamedTuple" in map(ast.unparse, node.bases)
     ]
     return {
-        node.name: [x.target.id for x in node.body if isinstance(x, ast.AnnAssign)]
+        node.name: {
+            x.target.id: x.value is not None
+            for x in node.body
+            if isinstance(x, ast.AnnAssign)
+        }
         for node in classes
     }
 
 
 def out_of_order(function, name, wanted):
     """What is wrong where a kernel lists the fields of a NamedTuple: in its parameters,
-    and in the call that puts them together, in which None leaves a field out.
+    and in the call that puts them together, in which None leaves a field out, and the
+    last ones may be missing if they have defaults.
     """
     calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
     (made,) = [call for call in calls if ast.unparse(call.func) == name]
     given = [ast.unparse(x) for x in made.args]
-    if len(given) != len(wanted) or made.keywords:
+    missing = list(wanted.values())[len(given) :]
+    if len(given) > len(wanted) or not all(missing) or made.keywords:
         return f"{name} has other fields than {given}"
-    if any(x not in ("None", y) for x, y in zip(given, wanted, strict=True)):
+    if any(x not in ("None", y) for x, y in zip(given, wanted, strict=False)):
         return f"{name} is put together from {given}"
     own, parameters = (
         [x for x in given if x != "None"],
@@ -389,11 +396,13 @@ def test_kernels_list_the_fields_of_their_sizes_in_order():
 def test_fields_in_another_order_are_found():
     code = "def kernel(q, a, b, c):\n    return Sizes(a, b, c)"
     changes = (", b, c)", ", c, b)"), ("(a, b", "(b, a"), ("(a, b, c)", "(a, b)")
+    known = dict.fromkeys("abc", False)
     for old, new in changes:
         (node,) = ast.parse(code.replace(old, new, 1)).body
-        assert out_of_order(node, "Sizes", ["a", "b", "c"])
-    (node,) = ast.parse(code.replace("(a, b, c)", "(a, b, None)")).body
-    assert out_of_order(node, "Sizes", ["a", "b", "c"]) is None
+        assert out_of_order(node, "Sizes", known)
+    for new, has_default in (("(a, b, None)", False), ("(a, b)", True)):
+        (node,) = ast.parse(code.replace("(a, b, c)", new)).body
+        assert out_of_order(node, "Sizes", known | {"c": has_default}) is None
 
 
 # -- Texts

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device import as_python, on_cpu
-from roles import BACKWARD, LISTED, Threads
+from roles import BACKWARD, LISTED, WIDE, Threads
 
 from flashlib import score_mods, testing
 from flashlib.kernels import (
@@ -22,6 +22,7 @@ from flashlib.kernels import (
     gluon_order,
     gluon_scores,
     hopper_backward,
+    hopper_wide,
     masks,
 )
 from flashlib.masks import prefix, window
@@ -59,12 +60,12 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
     padded = cdiv(T_q, PADDING) * PADDING
     order = gluon_order.choose_order(q, k, BLOCK_K, causal, left)
     sizes = gluon_backward.BackwardSizes(
-        H_kv, H // H_kv, padded, T_q, T_k, left, B, *order
+        H_kv, H // H_kv, padded, T_q, T_k, left, B, *order, None
     )
     ticket, programs = itertools.count(), cdiv(T_k, BLOCK_K)
     for _ in range(B * H_kv * programs):
         taken = KERNEL.take_ticket(ticket, programs, sizes, causal)
-        block = KERNEL.keys_by_formula(*taken, sizes, BLOCK_Q, BLOCK_K, causal, d)
+        block = KERNEL.keys_by_formula(*taken, sizes, BLOCK_Q, BLOCK_K, causal)
         assert block.band + block.full <= block.blocks
         first = sizes.GROUP * block.band * block.upward
         unmasked = range(first, first + sizes.GROUP * block.full)
@@ -135,6 +136,21 @@ def threads(monkeypatch):
     return kernel
 
 
+def judge_gradients(d, T_q, T_k, causal, left, deterministic):
+    """Run the backward pass, whose kernels are threads, and judge its results."""
+    q, k, v = testing.make_qkv(1, 2, T_q, d, T_k=T_k, H_kv=1, dtype=torch.float16)
+    do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
+    score_mod = score_mods.unchanged(causal, -0.1, left)
+    if left is None:
+        mask, (o, lse) = {"causal": causal}, flash2.forward(q, k, v, causal, -0.1)
+    else:
+        mask, (o, lse) = {"window": (left, 0)}, masks.forward(q, k, v, score_mod, None)
+    arguments = q, k, v, o, lse, do, dlse, score_mod, deterministic
+    found = hopper_backward.backward(*arguments)
+    options = mask | {"scale": -0.1, "dlse": dlse}
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
+
+
 @on_cpu
 @pytest.mark.parametrize(
     ("T_q", "T_k", "causal", "left", "deterministic"),
@@ -148,21 +164,22 @@ def threads(monkeypatch):
 def test_gradients_of_threads(d, T_q, T_k, causal, left, deterministic, monkeypatch):
     """Barriers, phases, slots and sums, whatever the order of the roles."""
     kernel = threads(monkeypatch)
-    q, k, v = testing.make_qkv(1, 2, T_q, d, T_k=T_k, H_kv=1, dtype=torch.float16)
-    do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
-    window = {} if left is None else {"window": (left, 0)}
-    options = {"causal": causal} | window | {"scale": -0.1, "dlse": dlse}
-    score_mod = score_mods.unchanged(causal, -0.1, left)
-    if left is None:
-        o, lse = flash2.forward(q, k, v, causal, -0.1)
-    else:
-        o, lse = masks.forward(q, k, v, score_mod, None)
-    arguments = q, k, v, o, lse, do, dlse, score_mod, deterministic
-    found = hopper_backward.backward(*arguments)
-    if left is not None:
-        options.pop("causal")
-    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
-    assert kernel.programs == -(-T_k // BLOCK_K)
+    judge_gradients(d, T_q, T_k, causal, left, deterministic)
+    assert kernel.programs == cdiv(T_k, BLOCK_K)
+
+
+@on_cpu
+@pytest.mark.parametrize(("T_q", "T_k", "left"), [(300, 200, None), (270, 300, 200)])
+def test_gradients_of_threads_of_wide_heads(T_q, T_k, left, monkeypatch):
+    """The same of the two kernels of d = 256."""
+    names = vars(gluon_backward) | vars(gluon_keys) | vars(hopper_wide)
+    for name in ("keys_kernel", "queries_kernel"):
+        kernel = Threads(name, WIDE, names)
+        kernel.arg_names = getattr(hopper_wide, name).arg_names
+        monkeypatch.setattr(hopper_wide, name, kernel)
+    judge_gradients(256, T_q, T_k, True, left, True)
+    assert hopper_wide.keys_kernel.programs == cdiv(T_k, hopper_wide.ROWS.value)
+    assert hopper_wide.queries_kernel.programs == 2 * cdiv(T_q, gluon_backward.BLOCK)
 
 
 @on_cpu

@@ -21,7 +21,6 @@ which calls these kernels take. The pieces that they share are in
 ``gluon_keys.py``            backward: the blocks of queries that see a block of keys
 ``gluon_backward.py``        backward: copies, the first two products, the end
 ``gluon_fused.py``           a step of dK, dV and dQ in one kernel, d = 64 and 128
-``gluon_wide.py``            a step of dK and dV without dQ, d = 256
 ``gluon_order.py``           adding parts of dQ in memory, in one order
 ``gluon_fp8.py``             forward in eight bits
 ============================ ===========================================================

@@ -1,6 +1,6 @@
-"""Pieces that the kernels of the backward pass for Hopper share: what they are told
-about the problem and what is prepared for them, slots for tiles of two tensors, the
-statistics of queries, the first two products, and the end.
+"""Pieces that the kernels of the backward pass for Hopper share: what is prepared for
+them, and what those that add up dQ are told about the problem; slots for tiles of two
+tensors, copies to them, the statistics of queries, and the end.
 
 Chapter *Hopper*, its depth.
 """
@@ -15,45 +15,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
 )
 
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.descriptors import describable
-from flashlib.kernels.gluon_bias import copy_bias
-from flashlib.kernels.gluon_keys import store_note
-from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator, make_slots
+from flashlib.kernels.gluon_tiles import ROWS, accumulator, make_slots
 
 CONSUMERS = gl.constexpr(2)  # of a program
-BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
+BLOCK = 128  # rows of a result that a program owns, ROWS for each consumer
 PAD = 128  # delta and lse2 are padded to a multiple of it
 EVERY_PART = 2**31 - 1  # of dQ is awaited: more than there are
 # Twelve warps have 168 registers per thread; the last four, of which one is the
-# producer and in the fused form two are adders, give most of theirs to the others.
+# producer and some are adders, give most of theirs to the others.
 WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 WARPS |= {"num_warps": 4, "maxnreg": 168}
 
 
 class BackwardSizes(NamedTuple):
-    """What the kernels that compute dK and dV are told about the problem."""
+    """What a kernel that computes dK, dV and parts of dQ is told about the problem."""
 
-    H_out: int  # heads of the result: H for dQ, H_kv for dK and dV
+    H_kv: int
     GROUP: int
     PADDED: int  # the length of delta and lse2
     T_q: int
     T_k: int
     left: int | None  # keys before its own that a query sees, if limited
     B: int
-    # Of the fused form only:
-    section: int = 1  # heads whose programs start together
+    section: int  # heads whose programs start together
     # 1 if, with a causal mask and no window, sections alternate between beginning with
     # the last keys and with the first.
-    mixed: int = 0
+    mixed: int
     # 1 if the second half of a section reads queries upward; None with lists.
-    paired: int | None = 0
+    paired: int | None
     # A part of dQ waits for at most this many earlier ones; None with lists: for all.
-    awaited: int | None = 0
-    # Of a mask that is a function only:
+    awaited: int | None
+    # Of hopper_backward.py only, the first six with a mask that is a function:
     cached: int | None = None  # blocks of queries, dO and dQ that fit in the L2 cache
     lists: torch.Tensor | None = None  # of tile_lists.in_order
     per_batch: int | None = None  # lists of heads from one batch to the next
@@ -63,23 +59,6 @@ class BackwardSizes(NamedTuple):
     slopes: torch.Tensor | None = None  # of ALiBi, and their strides
     slope_batch: int | None = None
     slope_head: int | None = None
-
-
-class BackwardShared(NamedTuple):
-    """The shared memory of a program of hopper_backward.keys_kernel."""
-
-    notes: tuple | None  # what gluon_keys.make_notes returns, if there are lists
-    own: tuple  # the two tiles [rows, D] that belong to its result
-    arrived: gl.shared_memory_descriptor  # their barrier
-    ring: Ring  # slots for a pair of tiles of the other side
-    statistics: tuple  # slots for lse2 and delta of the same rows
-    ds: gl.shared_memory_descriptor  # two slots [BLOCK_K, BLOCK_Q]
-    ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
-    p: gl.shared_memory_descriptor | None  # the same for P, if D = 256
-    p_ready: gl.shared_memory_descriptor | None
-    parts: Ring | None  # of dQ, one for each consumer in a slot, as lines, if D < 256
-    # Two barriers, of a bias that is copied to ds.
-    bias_ready: gl.shared_memory_descriptor | None
 
 
 @gluon.jit
@@ -129,21 +108,6 @@ def meet(barrier, n):
 
 
 @gluon.jit
-def start_pair(own, slots, slot):
-    """Start S = Q K^T and dP = dO V^T, where (Q, dO) are own and (K, V) are in a slot,
-    or, the other way round, S^T = K Q^T and dP^T = V dO^T; [ROWS, COLUMNS] each.
-    """
-    COLUMNS: gl.constexpr = slots[0].shape[1]
-    layout: gl.constexpr = accumulator(COLUMNS)
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS], not read
-    a, b = pair_in(slots, slot)  # [COLUMNS, D] each
-    a, b = a.permute((1, 0)), b.permute((1, 0))  # [D, COLUMNS] each
-    s = warpgroup_mma(own[0], a, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
-    dp = warpgroup_mma(own[1], b, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
-    return s, dp
-
-
-@gluon.jit
 def copy_pair(tensors, corner, ready, slots):
     """Start copying the blocks of two tensors at a corner into two slots."""
     tma.async_copy_global_to_shared(tensors[0], corner, ready, slots[0])
@@ -151,24 +115,15 @@ def copy_pair(tensors, corner, ready, slots):
 
 
 @gluon.jit
-def copy_queries(tensors, n, h, row, partial, H, block, shared):
-    """Start copying the block of queries of head h at row into slot n % SLOTS once it
-    is free, and its bias; partial is 1 if a list says that some pairs are hidden.
+def copy_block(tensors, b, h, row, H, slot, shared):
+    """Start copying the block of Q and dO of head h at row, with the statistics of its
+    queries, into a slot that is free.
     """
-    q, do, lse2, delta, bias = tensors
-    b, ring, statistics = block.b, shared.ring, shared.statistics
-    SLOTS: gl.constexpr = ring.slots[0].shape[0]
-    slot = n % SLOTS
-    mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
-    if shared.notes is not None:
-        store_note(2 * row + partial, shared.notes[0], slot)
-        store_note(h, shared.notes[1], slot)
-    ready = ring.ready.index(slot)
+    q, do, lse2, delta = tensors
+    ready = shared.ring.ready.index(slot)
     mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
-    copy_pair((q, do), (b, h, row, 0), ready, pair_in(ring.slots, slot))
-    copy_pair((lse2, delta), (b * H + h, row), ready, pair_in(statistics, slot))
-    if bias is not None:
-        copy_bias(bias, n, (b, h, row, block.col), shared)
+    copy_pair((q, do), (b, h, row, 0), ready, pair_in(shared.ring.slots, slot))
+    copy_pair((lse2, delta), (b * H + h, row), ready, pair_in(shared.statistics, slot))
 
 
 @gluon.jit
@@ -196,23 +151,32 @@ def store_keys(c: gl.constexpr, outputs, sums, cols, scale, steps, block, shared
     tma.store_wait(0)
 
 
-def prepare_backward(q, o, lse, do, dlse, fused=True):
-    """``(do, delta, lse2, dq_sums, counters)``, which a backward kernel takes in
-    addition to q, k and v.
+def pad_length(T):
+    """T, rounded up to a multiple of PAD: the length of delta and lse2."""
+    return triton.cdiv(T, PAD) * PAD
+
+
+def allocate_sums(q, lse):
+    """``(dq_sums, counters)``: a buffer in which a kernel adds up dQ, float32 ``[B H
+    PADDED, d]``, and int32 numbers with which it counts the parts, once prepare_rows
+    has set them to 0.
+    """
+    B, H, T_q, d = q.shape
+    rows = B * H * pad_length(T_q)
+    # More counters than needed: each program of delta_kernel zeros one.
+    counters = lse.new_empty(rows // DELTA_ROWS, dtype=torch.int32)
+    return lse.new_empty(rows, d), counters
+
+
+def prepare_rows(q, o, lse, do, dlse, counters=None):
+    """``(do, delta, lse2)``, which a backward kernel takes in addition to q, k and v.
 
     do is dO, copied if the copy engine (TMA) cannot read it. delta and lse2 are D and L
-    in base 2, float32 ``[B, H, PADDED]``, where PADDED is a multiple of PAD. If fused,
-    dq_sums is a new buffer in which the kernel adds up dQ, float32 ``[B H PADDED, d]``,
-    and counters are zeros with which it counts the parts, int32; otherwise both are
-    None.
+    in base 2, float32 ``[B, H, PADDED]``, where PADDED is a multiple of PAD. The same
+    launch sets counters to 0, if there are any.
     """
-    (B, H, T_q, d), dq_sums, counters = q.shape, None, None
+    B, H, T_q, _ = q.shape
     do = do if describable(do) else do.contiguous()
-    padded = triton.cdiv(T_q, PAD) * PAD
-    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
-    if fused:
-        dq_sums = lse.new_empty(B * H * padded, d)
-        # More than needed: each program of delta_kernel zeros one.
-        counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
+    delta, lse2 = (lse.new_empty(B, H, pad_length(T_q)) for _ in range(2))
     launch_delta(o, lse, do, dlse, delta, lse2, counters)
-    return do, delta, lse2, dq_sums, counters
+    return do, delta, lse2

@@ -42,12 +42,12 @@ class Keys(NamedTuple):
 @gluon.jit
 def keys_by_formula(
     number, head, falling, upward, sizes,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The Keys of a program: block ``number`` of keys, of a head of B H_kv, with the
-    order that falling and upward say; D is that of Q.
+    order that falling and upward say.
     """
-    b, h, col = head // sizes.H_out, head % sizes.H_out, number * BLOCK_K
+    b, h, col = head // sizes.H_kv, head % sizes.H_kv, number * BLOCK_K
     T_q, T_k = sizes.T_q, sizes.T_k
     # Queries before row see no key of this block.
     row, band = 0, 0
@@ -59,13 +59,9 @@ def keys_by_formula(
     if sizes.left is not None:
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
-    if CAUSAL and D == 256 and sizes.left is not None:
-        # consume_wide has no third loop, for blocks at the end of the window: it masks
-        # all blocks.
-        band = blocks
     # Without a mask, band stays a constant: computed bounds make the loop 5 % slower.
     full = blocks - band
-    if D < 256 and sizes.left is not None:
+    if sizes.left is not None:
         leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
         full = gl.maximum(gl.minimum(blocks, (leaving - row) // BLOCK_Q) - band, 0)
     return Keys(b, h, col, 0, row, blocks, band, full, falling, upward)
@@ -118,7 +114,7 @@ def keys_by_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
     """The Keys of a program: block ``number`` of keys, of a head of B H_kv, with its
     list. If falling, the program takes the first queries first.
     """
-    b, h = head // sizes.H_out, head % sizes.H_out
+    b, h = head // sizes.H_kv, head % sizes.H_kv
     row = (b * sizes.per_batch + h * sizes.per_head).to(gl.int64)
     row = row * gl.cdiv(sizes.T_k, BLOCK_K) + number
     entries = sizes.lists + row * sizes.width

@@ -81,7 +81,7 @@ def section_of_lists(sizes):
     """How many heads a section has with a mask that is a function, and whether few
     queries see the first keys.
     """
-    total = sizes.B * sizes.H_out
+    total = sizes.B * sizes.H_kv
     # Few do where there is a window or documents. All sections then begin with the last
     # keys, so that no program waits for its turn, except the last section. That one
     # begins with the first keys, so that no long program starts last. Its programs
@@ -107,7 +107,7 @@ def take_ticket(counters, programs, sizes, CAUSAL: gl.constexpr):
     # section in between.
     index = ticket // (programs * section)  # of the section
     ticket, first_head = ticket % (programs * section), index * section
-    size = gl.minimum(section, sizes.B * sizes.H_out - first_head)
+    size = gl.minimum(section, sizes.B * sizes.H_kv - first_head)
     number, head, falling, second = ticket // size, first_head + ticket % size, 0, 0
     if sizes.left is not None:
         # Programs that run together read different queries, whichever keys come first.
@@ -116,7 +116,7 @@ def take_ticket(counters, programs, sizes, CAUSAL: gl.constexpr):
         # Sections alternate, counted from the last one, which begins with the first
         # keys, so no long program starts last. The first section always begins with the
         # last keys, unless it is the only one.
-        later = gl.cdiv(sizes.B * sizes.H_out, section) - 1 - index
+        later = gl.cdiv(sizes.B * sizes.H_kv, section) - 1 - index
         falling = sizes.mixed * (later % 2 if index > 0 else gl.minimum(later, 1))
         if sizes.lists is not None:
             falling = gl.where(few, gl.minimum(later, 1), falling)
@@ -232,7 +232,7 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.cons
     """
     if sizes.lists is None:
         g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)
-        h = (block.b * sizes.H_out + block.h) * sizes.GROUP + g
+        h = (block.b * sizes.H_kv + block.h) * sizes.GROUP + g
         dq_row, turn = h * sizes.PADDED + i, block.col // BLOCK_K
         if block.falling:
             end = gl.minimum(i + BLOCK_Q + sizes.T_k - sizes.T_q, sizes.T_k)
@@ -240,7 +240,7 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.cons
     else:
         entry = entry_at(n // sizes.sharing, block)
         queries = queries_of(entry, n % sizes.sharing, block, sizes, BLOCK_Q)
-        h = block.b * sizes.H_out * sizes.GROUP + queries.h
+        h = block.b * sizes.H_kv * sizes.GROUP + queries.h
         dq_row = h * sizes.PADDED + queries.row
         turn = gl.load(entry + 2 + block.falling)
     return dq_row, counters + 1 + dq_row // BLOCK_Q, turn

@@ -107,7 +107,7 @@ def forward_refusal(q, k, v, score_mod, packing=None):
 
 
 def backward_refusal(q, k, v, score_mod, packing=None):
-    """Why hopper_backward.py, or hopper_latent.py at d = 192, cannot compute the
+    """Why hopper_backward.py, or hopper_expanded.py at d = 192, cannot compute the
     gradients of a call.
     """
     if packing is not None:

@@ -1,5 +1,5 @@
-"""The backward pass for Hopper (sm_90), in Gluon, of keys that are wider than values:
-d = 192 and d_v = 128, expanded latent attention.
+"""The backward pass of expanded attention for Hopper (sm_90), in Gluon: keys are wider
+than values, d = 192 and d_v = 128.
 
 Chapter *Latent attention*; the sums and the order of dQ are those of
 hopper_backward.py, fused. A consumer owns 64 keys, all 192 columns of their dK and the
@@ -55,9 +55,10 @@ from flashlib.kernels.gluon_backward import (
     EVERY_PART,
     WARPS,
     BackwardSizes,
+    allocate_sums,
     make_rows,
     meet,
-    prepare_backward,
+    prepare_rows,
     read_rows,
     split_layout,
     store_keys,
@@ -90,7 +91,7 @@ HALF = gl.constexpr(32)  # of the queries of a step
 SHARE = gl.constexpr(32)  # of the columns of the third block of dQ, a consumer's
 
 
-class LatentShared(NamedTuple):
+class ExpandedShared(NamedTuple):
     """The shared memory of a program."""
 
     own: tuple  # K, its rest, and V: [BLOCK_K, FIRST], [BLOCK_K, REST], [BLOCK_K, D_V]
@@ -125,7 +126,7 @@ def produce(keys, queries, lse2, delta, sizes, block, shared):
     loaded: gl.constexpr = 2 * BLOCK_K * (FIRST + REST + FIRST)
     mbarrier.expect(shared.arrived, loaded)
     copy_three(keys, b, h_kv, block.col, shared.arrived, shared.own)
-    ring, statistics, H = shared.ring, shared.statistics, sizes.H_out * GROUP
+    ring, statistics, H = shared.ring, shared.statistics, sizes.H_kv * GROUP
     for n in range(GROUP * block.blocks):
         g, i = block_of(n, block, GROUP, BLOCK_Q)
         h, slot = h_kv * GROUP + g, n % SLOTS
@@ -147,11 +148,11 @@ def start(a, b, acc, use_acc: gl.constexpr = True):
 
 @gluon.jit
 def add_half(
-    c: gl.constexpr, half: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
+    c: gl.constexpr, half: gl.constexpr, dk, dk_rest, dv, n, row, invariants, shared,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Half of the queries of block n, at row, adds to dK and dV and stores its dS^T."""
-    own, _, seen_from, real, scale_log2, sizes, shared = invariants
+    own, seen_from, real, scale_log2, sizes = invariants
     layout: gl.constexpr = accumulator(HALF)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(FIRST), 2)
@@ -193,18 +194,17 @@ def add_half(
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
+    c: gl.constexpr, dk, dk_rest, dv, n, row, columns_of_k, invariants, shared,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
     part of dQ.
     """
-    columns_of_k, shared = invariants[1], invariants[6]
     slot = n % SLOTS
     mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
     for half in gl.static_range(2):
         dk, dk_rest, dv = add_half(
-            c, half, dk, dk_rest, dv, n, row, invariants, MASKED, RAGGED
+            c, half, dk, dk_rest, dv, n, row, invariants, shared, MASKED, RAGGED
         )
     # Both consumers read what both have stored.
     fence_async_shared()
@@ -250,13 +250,13 @@ def consume(
     dv = gl.zeros([ROWS, FIRST], gl.float32, accumulator(FIRST))  # [ROWS, D_V]
     mbarrier.wait(shared.arrived, 0)
     own = k_tile, k_rest, v_tile
-    invariants = (own, columns_of_k, seen_from, real, scale_log2, sizes, shared)
+    invariants = own, seen_from, real, scale_log2, sizes
     # There are no registers for two loops: with a causal mask, every block is masked.
     steps = sizes.GROUP * block.blocks
     for n in range(steps):
         i = block_of(n, block, sizes.GROUP, BLOCK_Q)[1]
         dk, dk_rest, dv = add_queries(
-            c, dk, dk_rest, dv, n, i, invariants, CAUSAL, RAGGED
+            c, dk, dk_rest, dv, n, i, columns_of_k, invariants, shared, CAUSAL, RAGGED
         )
     sums, cols = (dk, dk_rest, dv), (0, FIRST, 0)
     store_keys(c, outputs, sums, cols, scale, steps, block, shared)
@@ -295,12 +295,10 @@ def add_parts(dq_sums, counters, sizes, block, shared):
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
-def latent_keys_kernel(
+def expanded_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, dq_sums, counters,
     scale, scale_log2,
-    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
-    cached, lists, per_batch, per_head, width, sharing,
-    slopes, slope_batch, slope_head,
+    H_kv, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -309,19 +307,18 @@ def latent_keys_kernel(
 
     q to dv are descriptors, of tiles of FIRST columns and of the rest. dq_sums is the
     descriptor of the sums of dQ, with tiles [BLOCK_Q, COLUMNS]. counters are as in
-    hopper_backward.keys_kernel. H_out to slope_head are the fields of BackwardSizes.
+    hopper_backward.keys_kernel. H_kv to awaited are the first fields of BackwardSizes.
+    The others are of masks, which this kernel does not take, and of ALiBi.
     """
     sizes = BackwardSizes(
-        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
-        cached, lists, per_batch, per_head, width, sharing,
-        slopes, slope_batch, slope_head,
-    )  # fmt: skip
+        H_kv, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
+    )
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     number, head, falling, upward = take_ticket(counters, programs, sizes, CAUSAL)
-    # Of the bounds, consume needs only row and blocks, which depend on no D: with a
-    # causal mask it masks every block.
+    # Of the bounds, consume needs only row and blocks: with a causal mask it masks
+    # every block.
     block = keys_by_formula(
-        number, head, falling, upward, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128
+        number, head, falling, upward, sizes, BLOCK_Q, BLOCK_K, CAUSAL
     )
 
     k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)
@@ -342,7 +339,9 @@ def latent_keys_kernel(
     parts = Ring(tiles, make_barriers(1, CONSUMERS), make_barriers(1, 1))
     arrived = make_barriers(1, 1).index(0)
     own = k_first, k_second, v_tile
-    shared = LatentShared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
+    shared = ExpandedShared(
+        own, arrived, ring, statistics, ds, ds_ready, ds_read, parts
+    )
     outputs, keys, queries = (dk, dk_rest, dv), (k, k_rest, v), (q, q_rest, do)
     gl.warp_specialize([
         (consume, (0, outputs, scale, scale_log2, sizes, block, shared,
@@ -379,26 +378,24 @@ def launch_keys(
     shape = [BLOCK_Q.value, COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     dq_sums = TensorDescriptor(dq_sums, [dq_sums.shape[0], d], [d, 1], shape, layout)
-    sizes = BackwardSizes(
-        H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed, paired,
-        awaited=EVERY_PART if deterministic else 1,
-    )  # fmt: skip
     rows, first = BLOCK_Q.value, FIRST.value
     plans.launch(
-        latent_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
+        expanded_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
         gluon_descriptor(q, rows, first), gluon_descriptor(q, rows, REST.value),
         gluon_descriptor(k, BLOCK, first), rest_descriptor(k, BLOCK),
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, rows),
         row_descriptor(lse2, rows), row_descriptor(delta, rows),
         gluon_descriptor(dk, ROWS.value, first), rest_descriptor(dk, ROWS.value),
         gluon_descriptor(dv, ROWS.value), dq_sums, counters,
-        scale, scale * LOG2_E.value, *sizes,
+        scale, scale * LOG2_E.value,
+        H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed, paired,
+        EVERY_PART if deterministic else 1,
         CAUSAL=causal, RAGGED=T_k % BLOCK != 0, **WARPS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
-def latent_finish_kernel(
+def expanded_finish_kernel(
     dq_sums, dq, scale, first_row, H, T, PADDED,
     TILE_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
@@ -421,7 +418,7 @@ def launch_finish(dq_sums, dq, score_mod, padded, T_k):
     B, H, T_q, d = dq.shape
     first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
-        latent_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
+        expanded_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
         dq_sums, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
         ROWS.value, d, triton.next_power_of_2(d),
     )  # fmt: skip
@@ -434,7 +431,8 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     """
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
-    do, delta, lse2, dq_sums, counters = prepare_backward(q, o, lse, do, dlse)
+    dq_sums, counters = allocate_sums(q, lse)
+    do, delta, lse2 = prepare_rows(q, o, lse, do, dlse, counters)
     dq, dk, dv = new_like(q, k, v)
     launch_keys(
         q, k, v, do, delta, lse2, dk, dv, score_mod, dq_sums, counters, deterministic

@@ -16,8 +16,8 @@ from flashlib.kernels import (
     backward,
     hopper,
     hopper_backward,
+    hopper_expanded,
     hopper_host,
-    hopper_latent,
     hopper_tiles,
 )
 from flashlib.score_mods import unchanged
@@ -61,15 +61,15 @@ def test_forward_and_gradients(sizes, causal, layout):
         assert in_memory_order(o, q) and lse.is_contiguous()
     do, dlse = output_gradients(q, v)
     arguments = q, k, v, o, lse, do, dlse, unchanged(causal, SCALE)
-    found = hopper_latent.backward(*arguments)
+    found = hopper_expanded.backward(*arguments)
     testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
     assert all(map(in_memory_order, found, (q, k, v)))
     if causal:
         assert (found[0][:, :, : max(sizes[2] - sizes[3], 0)] == 0).all()
     assert same((q, k, v), before)
     for _ in range(30):
-        assert same(found, hopper_latent.backward(*arguments))
-    any_order = hopper_latent.backward(*arguments, deterministic=False)
+        assert same(found, hopper_expanded.backward(*arguments))
+    any_order = hopper_expanded.backward(*arguments, deterministic=False)
     testing.assert_gradients_within_budget(
         q, k, v, do, *any_order, dlse=dlse, **options
     )
@@ -84,10 +84,10 @@ def test_programs_that_fill_the_gpu_repeat_every_bit(group, causal, left):
     score_mod = unchanged(causal, SCALE, left)
     o, lse = hopper.forward(q, k, v, score_mod)
     arguments = q, k, v, o, lse, do, dlse, score_mod
-    found = hopper_latent.backward(*arguments)
+    found = hopper_expanded.backward(*arguments)
     for _ in range(30):
         assert same((o, lse), hopper.forward(q, k, v, score_mod))
-        assert same(found, hopper_latent.backward(*arguments))
+        assert same(found, hopper_expanded.backward(*arguments))
     q, do, dlse = (x[:1, :group] for x in (q, do, dlse))
     k, v, options = k[:1, :1], v[:1, :1], {"causal": causal, "dlse": dlse}
     if left is not None:
@@ -105,7 +105,7 @@ def test_windows(T_q, T_k, left):
     o, lse = hopper.forward(q, k, v, score_mod)
     testing.assert_within_budget(q, k, v, o, lse, window=(left, 0))
     arguments = q, k, v, o, lse, do, dlse, score_mod
-    found = hopper_latent.backward(*arguments)
+    found = hopper_expanded.backward(*arguments)
     options = {"window": (left, 0), "dlse": dlse}
     testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
 
@@ -153,7 +153,7 @@ def as_if_on_hopper(monkeypatch):
         return lambda *x, **options: calls.append(name) or ran(*x, **options)
 
     for module, ran in (
-        (hopper_backward, other_backward), (hopper_latent, other_backward),
+        (hopper_backward, other_backward), (hopper_expanded, other_backward),
         (backward, backward.backward),
     ):  # fmt: skip
         monkeypatch.setattr(module, "backward", spied(module.__name__, ran))
@@ -175,7 +175,7 @@ def test_auto_chooses_the_kernels_by_width(d, d_v, window, as_if_on_hopper):
     if d_v == 64:
         assert names == ([] if window else ["backward"])
     else:
-        assert names == ["hopper", "hopper_latent" if d == D else "hopper_backward"]
+        assert names == ["hopper", "hopper_expanded" if d == D else "hopper_backward"]
 
 
 @on_cpu
