@@ -170,11 +170,13 @@ def judge(step, module, name, device="cpu"):
     dlse = do[..., 0].float().contiguous()
     if step in ("masks", "masks_backward"):
         return _judge_masks(step, module, lengths, (q, k, v, do, dlse), options)
-    mask_and_scale = options["causal"], scale
+    how = options["causal"], scale
+    if step in ("hopper", "hopper_backward"):
+        how = (score_mods.unchanged(*how),)
 
     def forward(step):
         module = importlib.import_module(f"flashlib.kernels.{step}")
-        return module.forward(q, k, v, *mask_and_scale)
+        return module.forward(q, k, v, *how)
 
     if step == "gradients":
         o, _, p = forward("standard")
@@ -182,9 +184,9 @@ def judge(step, module, name, device="cpu"):
     elif step in ("backward", "hopper_backward"):
         saved = forward("flash2" if step == "backward" else "hopper")
         forms = [(True,), (False,)] if step == "backward" else [()]
-        passes = [(*saved, do, dlse, *mask_and_scale, *form) for form in forms]
+        passes = [(*saved, do, dlse, *how, *form) for form in forms]
     else:
-        o, lse, *_ = module.forward(q, k, v, *mask_and_scale)
+        o, lse, *_ = module.forward(q, k, v, *how)
         return testing.assert_within_budget(q, k, v, o, lse, **options)
     for arguments in passes:
         gradients = module.backward(q, k, v, *arguments)

@@ -16,7 +16,7 @@ from expected import same
 from processes import ROOT, process_environment, run
 
 import flashlib
-from flashlib import plans, testing
+from flashlib import plans, score_mods, testing
 from flashlib.kernels import backward, flash1, flash2, hopper, hopper_backward
 from flashlib.kernels.steps import flash2 as steps
 from flashlib.kernels.steps import hopper as hopper_steps
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.gpu
 SANITIZER = shutil.which("compute-sanitizer")
 
 
-def gradients(*form, forward=flash2, backward=backward):
+def gradients(*form):
     def call(q, k, v, do, causal):
-        o, lse = forward.forward(q, k, v, causal, 0.125)
+        o, lse = flash2.forward(q, k, v, causal, 0.125)
         arguments = (q, k, v, o, lse, do, torch.zeros_like(lse), causal, 0.125)
         return backward.backward(*arguments, *form)
 
@@ -36,6 +36,17 @@ def gradients(*form, forward=flash2, backward=backward):
 
 def forward(kernel, **options):
     return lambda q, k, v, do, causal: kernel.forward(q, k, v, causal, 0.125, **options)
+
+
+def hopper_forward(q, k, v, do, causal):
+    return hopper.forward(q, k, v, score_mods.unchanged(causal, 0.125))
+
+
+def hopper_gradients(q, k, v, do, causal):
+    score_mod = score_mods.unchanged(causal, 0.125)
+    o, lse = hopper.forward(q, k, v, score_mod)
+    arguments = (q, k, v, o, lse, do, torch.zeros_like(lse), score_mod)
+    return hopper_backward.backward(*arguments)
 
 
 FORWARD = {
@@ -47,10 +58,10 @@ BACKWARD = {"split": gradients(True), "atomic": gradients(False)}
 TRITON = [*FORWARD, *BACKWARD]
 if HOPPER:
     FORWARD |= {
-        "hopper": forward(hopper),
+        "hopper": hopper_forward,
         **{step: forward(hopper_steps, step=step) for step in hopper_steps.STEPS},
     }
-    BACKWARD["hopper_backward"] = gradients(forward=hopper, backward=hopper_backward)
+    BACKWARD["hopper_backward"] = hopper_gradients
 CALLS = FORWARD | BACKWARD
 STEPS = (*steps.STEPS, *hopper_steps.STEPS)
 # The atomic form adds to dQ in no particular order.

@@ -7,6 +7,7 @@ import pytest
 from device import DEVICE, HOPPER
 
 from flashlib import zoo
+from flashlib.kernels import hopper, hopper_backward, masks, masks_backward
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -26,6 +27,18 @@ def test_wrong_kernel_is_caught(wrong):
 def test_right_kernel_passes_the_same_judge(step, shape):
     module = importlib.import_module(f"flashlib.kernels.{step}")
     zoo.judge(step, module, shape, DEVICE)
+
+
+@pytest.mark.parametrize("step", [hopper, hopper_backward])
+def test_the_judge_calls_hoppers_passes_as_they_are(step, monkeypatch):
+    """Without a Hopper GPU, other kernels stand in, which take the same arguments."""
+
+    def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
+        return masks_backward.backward(q, k, v, o, lse, do, dlse, score_mod)[:3]
+
+    monkeypatch.setattr(hopper, "forward", masks.forward)
+    monkeypatch.setattr(hopper_backward, "backward", backward)
+    zoo.judge(step.__name__.rpartition(".")[2], step, "hopper, causal", DEVICE)
 
 
 def test_every_entry_fits_its_kernel():
