@@ -115,7 +115,7 @@ BOOK_SOURCES := Makefile _config.yml _toc.yml \
 
 ZIP_SOURCES := constraints.txt book/_tools/practice.py \
   $(wildcard exercises/source/*/*.ipynb exercises/grader/*.py exercises/grader/checks/*.py) \
-  $(wildcard flashlib/__init__.py flashlib/exercise.py flashlib/plain_checks.py flashlib/kernels/__init__.py) \
+  $(wildcard flashlib/__init__.py flashlib/drawn.py flashlib/exercise.py flashlib/plain_checks.py flashlib/kernels/__init__.py) \
   $(wildcard flashlib/machine/*.py flashlib/iomodel/*.py)
 
 # While only pages change, Sphinx reads those and keeps what it knows of the others. It writes every page anew, so
@@ -360,4 +360,4 @@ clean: ## remove what was built; the environment in .venv stays
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [SYSTEM_TORCH=1: use the torch and triton that this Python already has]"
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  %-10s %s\n", $$1, $$2 }' | sort
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  %-13s %s\n", $$1, $$2 }' | sort

@@ -289,7 +289,7 @@ def judge(job, shape):
         tensors = (q[last], k[:, part], v[:, part])
         options = {"causal": shape.causal, **seen(job.method, shape)}
         if job.method == "alibi":
-            options["alibi_slopes"] = options["alibi_slopes"].repeat(shape.B)[part]
+            options["alibi_slopes"] = options["alibi_slopes"].repeat(shape.B)[queries]
         if job.direction == FORWARD:
             found = [x[last] for x in results]
             assert_within_budget(*tensors, *found, **options)

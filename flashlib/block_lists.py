@@ -68,7 +68,7 @@ class BlockLists:
         return f"<BlockLists {self.mask!r} [B, H, H_kv, T_q, T_k] = {self.sizes}>"
 
     def visible(self, *sizes, **options):
-        """As that of the Mask."""
+        """What ``Mask.visible`` returns for its Mask."""
         return self.mask.visible(*sizes, **options)
 
     def require(self, q, k):

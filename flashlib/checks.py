@@ -532,7 +532,7 @@ def check_layer(embed_dim, num_heads, num_kv_heads, causal, method, device, dtyp
     if num_heads % num_kv_heads:
         expected = f"a divisor of num_heads = {num_heads}"
         raise wrong("num_kv_heads", expected, num_kv_heads)
-    check_head_dim("num_heads", embed_dim // num_heads)
+    check_head_dim("embed_dim / num_heads", embed_dim // num_heads)
     check_flags(causal=causal)
     check_choice("method", method, METHODS)
     check_device(device)
@@ -553,7 +553,7 @@ def check_latent_layer(embed_dim, num_heads, d_q, widths, device, dtype):
     if d_r % 2:
         raise wrong("d_r", "an even number of columns", d_r)
     check_count("d_v", d_v)
-    check_head_dim("d_n", d_n + d_r)
+    check_head_dim("d_n + d_r", d_n + d_r)
     check_head_dim("d_v", d_v)
     check_device(device)
     check_dtype("dtype", dtype)

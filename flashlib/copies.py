@@ -292,8 +292,9 @@ def choose(group, hosts, device, timeout):
     # All ranks return the same so far. What follows may differ, so they exchange it.
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
-    about = socket.gethostname(), BOOT.read_text("utf-8"), capability
-    reasons, everyone = zip(*gathered((obstacle(device), about), hosts), strict=True)
+    about = socket.gethostname(), boot_id(), capability
+    reason = obstacle(device) if about[1] else f"{BOOT} cannot be read"
+    reasons, everyone = zip(*gathered((reason, about), hosts), strict=True)
     reason = next((x for x in reasons if x is not None), None)
     if reason is None and len({x[:2] for x in everyone}) > 1:
         reason = "the ranks are on several hosts"
@@ -326,6 +327,14 @@ def tried(step, hosts):
         first = (str(error) or type(error).__name__).splitlines()[0]
         reason = f"symmetric memory: {first}"
     return result, next((x for x in gathered(reason, hosts) if x is not None), None)
+
+
+def boot_id():
+    """What this start of the host is called, or None."""
+    try:
+        return BOOT.read_text("utf-8")
+    except OSError:
+        return None
 
 
 def obstacle(device):

@@ -38,7 +38,7 @@ def _refuse_double_backward(of, ctx, *gradients):
 
 
 def _refuse_gradient(of, ctx, *gradients):
-    message = f"flashlib.{of}: it has no gradient; flashlib.attention has"
+    message = f"flashlib.{of}: it has no gradient; use flashlib.attention"
     raise NotImplementedError(message)
 
 

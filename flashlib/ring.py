@@ -3,7 +3,8 @@
 In a ring, each rank keeps its queries. Keys and values travel around, and each rank
 merges what its queries find in every part (chapter *Ring attention*). With Ulysses, the
 ranks exchange rows for heads, and back. With a GPU for each rank, the group is NCCL's,
-otherwise gloo's; the code is the same.
+otherwise gloo's; the code is the same. NumPy must be installed: the counts that choose
+a way need it, and so does torch.distributed to exchange what ranks say.
 
 With a causal mask the ring divides the sequence in zig-zag order: it is split into 2N
 chunks, and rank r has chunks r and 2N - 1 - r, so that all ranks have the same work in

@@ -198,6 +198,14 @@ def nothing_hidden(b, h, p, j):
     return j >= 0
 
 
+def test_a_list_of_no_tiles_has_two_numbers():
+    kinds = torch.empty(1, dtype=torch.int8, device=DEVICE)
+    lists = torch.full((16,), 7, dtype=torch.int32, device=DEVICE)
+    sizes = 1, 0, 0, 1, 0, 0, 1, 2  # one list, no tiles, WIDTH
+    tile_lists.lists_kernel[(1,)](kinds, lists, *sizes, PADDED=16)
+    assert lists.tolist() == [0, 0] + 14 * [7]
+
+
 def test_kinds_of_heads_beyond_int32():
     """The third head is where a product in 32 bits would be before the first one."""
     n, stride = 64, 2**31 - 16

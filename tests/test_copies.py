@@ -369,7 +369,7 @@ class Meeting:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-@pytest.mark.parametrize("fails", ["allocate", "exchange", None])
+@pytest.mark.parametrize("fails", ["boot_id", "allocate", "exchange", None])
 def test_no_rank_waits_for_one_without_memory(fails, error, monkeypatch):
     meeting = Meeting()
 
@@ -405,6 +405,8 @@ def test_no_rank_waits_for_one_without_memory(fails, error, monkeypatch):
     monkeypatch.setattr(copies, "Engine", EngineOfRank)
     monkeypatch.setattr(copies, "obstacle", lambda device: None)
     monkeypatch.setattr(copies, "gathered", gathered)
+    if fails == "boot_id":
+        monkeypatch.setattr(copies, "BOOT", copies.Path("/nowhere"))
     with ThreadPoolExecutor(RANKS) as threads:
         chosen = list(threads.map(choose, range(RANKS)))
     if fails is None:
@@ -412,5 +414,7 @@ def test_no_rank_waits_for_one_without_memory(fails, error, monkeypatch):
         assert all(x.hopper and x.keys.capacity for x in chosen)
     else:
         said = "messages: symmetric memory: out of memory"
+        if fails == "boot_id":
+            said = "messages: /nowhere cannot be read"
         assert {str(x) for x in chosen} == {said}
         assert all(x.keys is x.sums is None for x in chosen)

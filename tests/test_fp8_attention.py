@@ -191,7 +191,14 @@ WRONG = [
     (TypeError, "shift: expected dtype torch.float32",
      lambda x: x._replace(shift=x.shift.double())),
     (ValueError, "k: expected 4 dimensions", lambda x: x._replace(k=x.k[0])),
+    (ValueError, "k: expected at least one row", lambda x: without_keys(x)),
 ]  # fmt: skip
+
+
+def without_keys(x):
+    fields = x._asdict() | {"v": x.v[..., :0].contiguous(), "k": x.k[:, :, :0]}
+    fields |= {name: fields[name][..., :0] for name in ("k_scales", "v_scales")}
+    return type(x)(**fields)
 
 
 @runs

@@ -513,7 +513,7 @@ def test_a_layer_says_what_made_it():
     [
         (ValueError, "d_c: expected at most 512", lambda c, s: layer(d_c=600)),
         (ValueError, "d_r: expected an even number", lambda c, s: layer(d_r=7)),
-        (ValueError, "d_n: expected a head dimension", lambda c, s: layer(d_n=250)),
+        (ValueError, r"d_n \+ d_r: expected a head dim", lambda c, s: layer(d_n=250)),
         (TypeError, "d_q: expected an integer", lambda c, s: layer(d_q=1.0)),
         (TypeError, "rotary_base: expected", lambda c, s: layer(rotary_base="1")),
         (ValueError, "rotary_base: expected", lambda c, s: layer(rotary_base=-1.0)),

@@ -252,8 +252,8 @@ WRONG_LAYERS = [
     (ValueError, "num_heads: expected a divisor of embed_dim = 64, got 3", (64, 3), {}),
     (ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3",
      (64, 4), {"num_kv_heads": 3}),
-    (ValueError, "num_heads: expected a head dimension from 16 to 256, got 8", (64, 8),
-     {}),
+    (ValueError, "embed_dim / num_heads: expected a head dimension from 16 to 256, "
+     "got 8", (64, 8), {}),
     (TypeError, "causal: expected True or False, got 1", (64, 4), {"causal": 1}),
     (TypeError, "scale: expected a real number or None, got str", (64, 4),
      {"scale": "no"}),

@@ -19,7 +19,7 @@ which calls these kernels take. The pieces that they share are in
 ``gluon_bias.py``            a bias, copied to shared memory or read, both passes
 ``gluon_lists.py``           forward: masks that are functions, windows
 ``gluon_keys.py``            backward: the blocks of queries that see a block of keys
-``gluon_backward.py``        backward: copies, the first two products, the end
+``gluon_backward.py``        backward: memory, copies, and how results leave
 ``gluon_fused.py``           a step of dK, dV and dQ in one kernel, d = 64 and 128
 ``gluon_order.py``           adding parts of dQ in memory, in one order
 ``gluon_fp8.py``             forward in eight bits

@@ -42,8 +42,8 @@ class GluonChange(NamedTuple):
     natural: Any = None
     function: Any = None  # the Rule of a function, or None
     bias: Any = None  # a tensor, or None
-    # From one batch, head, query and key to the next, or None. One is None here: the
-    # consumers that Triton 3.6 compiles apart get None for a 1.
+    # From one batch, head, query and key to the next, or None. A stride of 1 is None,
+    # too: consumers that Triton 3.6 compiles apart get None for a 1.
     strides: Any = None
     factor: Any = None  # what brings scores to base 2 when a bias is added, or None
 

@@ -85,8 +85,9 @@ def lists_kernel(
         before += tl.sum(full, 0)
         before_partial += tl.sum(partial, 0)
         row_kinds += head_stride
-    # On Hopper a program reads a tile in any case, and masks all of it.
-    tl.store(lists + 2, 0, mask=before_partial == 0)
+    # On Hopper a program reads a tile in any case, and masks all of it. Without keys, a
+    # list has no place for one.
+    tl.store(lists + 2, 0, mask=(before_partial == 0) & (WIDTH > 2))
     tl.store(lists, full_tiles)
     tl.store(lists + 1, before_partial)
 
