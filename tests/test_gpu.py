@@ -16,7 +16,7 @@ from expected import same
 from processes import ROOT, process_environment, run
 
 import flashlib
-from flashlib import plans, score_mods, testing
+from flashlib import masks, plans, score_mods, testing
 from flashlib.kernels import backward, flash1, flash2, hopper, hopper_backward
 from flashlib.kernels.steps import flash2 as steps
 from flashlib.kernels.steps import hopper as hopper_steps
@@ -209,10 +209,32 @@ def test_more_than_two_to_the_31_elements(name):
         assert not x.isnan().any()
 
 
+def call_the_rest(causal):
+    """What CALLS has not: lists of a mask, also without keys, a bias and sinks, with
+    gradients; decoding; latent rows; eight bits.
+    """
+    for T_k in (53, 0):
+        q, k, v, do = inputs(81, T_k, B=1, H=2, H_kv=1)
+        bias = torch.zeros(1, 2, 81, T_k, device=DEVICE, dtype=q.dtype)
+        sinks = torch.zeros(2, device=DEVICE)
+        leaves = [x.requires_grad_() for x in (q, k, v, bias, sinks)]
+        options = {"bias": bias, "sinks": sinks, "mask": masks.prefix(20)}
+        o = flashlib.attention(q, k, v, causal=causal, **options)
+        torch.autograd.grad(o, leaves, do)
+    q, k, v, _ = inputs(53, 53, B=1, H=2, H_kv=1)
+    lengths = torch.tensor([53], dtype=torch.int32, device=DEVICE)
+    flashlib.decode(q[:, :, -1:], k, v, seq_lens=lengths, splits=2)
+    rows, heads = (torch.randn(1, n, 192, device=DEVICE).bfloat16() for n in (53, 16))
+    options = {"d_c": 128, "scale": 0.1, "seq_lens": lengths}
+    flashlib.decode_latent(heads[:, :, None], rows, **options)
+    if HOPPER:
+        flashlib.fp8.attention(q, k, v, causal=causal)
+
+
 SMALL = """
 import sys
 import torch
-from test_gpu import CALLS, TRITON, assert_right, inputs
+from test_gpu import CALLS, TRITON, assert_right, call_the_rest, inputs
 
 for causal in (False, True):
     for d in (64, 128, 256):
@@ -221,6 +243,9 @@ for causal in (False, True):
             results = CALLS[name](*tensors, causal)
             torch.cuda.synchronize()
             assert_right(name, *tensors, results, causal)
+    if sys.argv[1] == "memcheck":
+        call_the_rest(causal)
+        torch.cuda.synchronize()
 print("all right")
 """
 
