@@ -125,14 +125,19 @@ def check_eight_bits(name, device):
         raise wrong(name, expected, got)
 
 
+def require_rows(name, x):
+    """x ``[B, H, T, d]`` has rows."""
+    if x.shape[2] == 0:
+        raise wrong(name, "at least one row", shape(x))
+
+
 def check_quantization(q, k, seed):
     """q and k have 16 bits, and rows of a width that a transform mixes."""
     if q.dtype == torch.float32:
         expected = "dtype torch.float16 or torch.bfloat16"
         raise wrong("q", expected, q.dtype, TypeError)
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[2] == 0:
-            raise wrong(name, "at least one row", shape(x))
+    require_rows("q", q)
+    require_rows("k", k)
     if q.shape[3] % 16:
         raise wrong("q", "a head dimension that 16 divides", q.shape[3])
     check_count("seed", seed, 0, 2**63 - 1)
