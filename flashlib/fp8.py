@@ -19,9 +19,9 @@ from flashlib.plain_checks import wrong
 from flashlib.reference import fp8 as reference
 
 # Of the forms that the reference has, the kernels compute this one: keys and values in
-# blocks of 128, and l from the weights before they are rounded.
+# blocks of 128, and l from the rounded weights.
 BLOCK = 128
-RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK, sums_rounded=False)
+RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK)
 
 
 class Quantized(NamedTuple):

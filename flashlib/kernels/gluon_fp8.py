@@ -14,6 +14,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -133,3 +134,37 @@ def start_values(fours, v_ring, count, col, COLUMNS: gl.constexpr):
     return warpgroup_mma(
         p, v_tile.permute((1, 0)), unread, use_acc=False, is_async=True
     )
+
+
+@gluon.jit
+def make_ones(dtype: gl.constexpr, BLOCK_K: gl.constexpr):
+    """A factor [8, BLOCK_K] of ones, transposed as V is: P times it is the sums of the
+    rows of P, in each of eight columns, the fewest that a product has.
+    """
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_K], dtype)
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 4], [1, 0])
+    # The bits of 1.0: where two equal floats are rounded and the pair is used twice,
+    # ptxas 12.8 takes the second pair from a register that holds something else.
+    bits = gl.full([8, BLOCK_K], 0x38, gl.int8, flat)
+    ones = gl.allocate_shared_memory(
+        dtype, [8, BLOCK_K], layout, bits.to(dtype, bitcast=True)
+    )
+    fence_async_shared()
+    return ones
+
+
+@gluon.jit
+def start_sums(fours, ones):
+    """Start the sums of the rows of P, [ROWS, 8], the same in all columns."""
+    layout: gl.constexpr = accumulator(8)
+    unread = gl.zeros([ROWS, 8], gl.float32, layout)  # [ROWS, 8]
+    p = as_factor(fours, ones.dtype, layout)
+    return warpgroup_mma(p, ones.permute((1, 0)), unread, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def half_of_sums(sums):
+    """Every second column of the sums [ROWS, 8], which are all the same: [ROWS, 4], one
+    number for each row of a thread.
+    """
+    return gl.split(gl.reshape(sums, [ROWS, 4, 2]))[0]

@@ -10,7 +10,8 @@ a sum of 16,384 numbers in [0, 1] loses 27 % (``benchmarks/probes.py``). P V of 
 block therefore starts from zero, and the multiply-add that rescales O adds it in
 float32. At d = 128 that was as fast as a single sum on tensor cores (857 TFLOP/s next
 to 848, H200). At d = 256 registers hold only parts of the product next to O, and no
-scores.
+scores. The sums of the rows of P are a product, too, with a factor of ones: they are
+those of the rounded weights, and cost no additions in float32.
 """
 
 from typing import NamedTuple
@@ -37,7 +38,6 @@ from flashlib.kernels.gluon_forward import (
     push,
     refill,
     release,
-    thread_sums,
     visible_keys,
 )
 from flashlib.kernels.gluon_fp8 import (
@@ -47,8 +47,11 @@ from flashlib.kernels.gluon_fp8 import (
     Scales,
     accumulator,
     copy_values,
+    half_of_sums,
+    make_ones,
     rounded,
     start_scores,
+    start_sums,
     start_values,
 )
 from flashlib.kernels.gluon_tasks import head_and_block
@@ -98,34 +101,36 @@ def weights(s, scale, m):
 @gluon.jit
 def attend(carried, invariants, count, j, MASKED: gl.constexpr):
     """One step of the inner loop for d up to 128: scores and weights of block j of
-    keys, under P V of the one before.
+    keys, under P V of the one before and the sums of its weights.
 
     acc is O of all blocks before that one, in units of `unit`, a scale of values. It is
-    still to be multiplied by `factor`.
+    still to be multiplied by `factor`. l [ROWS, 4] are the sums of the same blocks.
     """
     fours, acc, m, l, factor, unit, scale_k, scale_v = carried
-    q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants
+    q_tile, shared, ones, seen, scale_q, scales_k, scales_v, last = invariants
     k_ring, v_ring = shared.k, shared.v
     D: gl.constexpr = v_ring.slots.shape[1]
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
     part = start_values(fours, v_ring, count - 1, 0, D)
+    sums = start_sums(fours, ones)
     scale = gl.maximum(scale_q * scale_k, LEAST_SCORE_SCALE)  # [ROWS], of the scores
     # The next scales are on their way during this step.
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
-    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
+    s = warpgroup_mma_wait(2, [s])  # [ROWS, BLOCK_K]; both others are still running
     release(k_ring, count)
     s, m_new = new_maximum(s, m, scale, seen, j * BLOCK_K, MASKED)
     alpha = gl.exp2(m - m_new)  # [ROWS]
     p = weights(s, scale, m_new)  # [ROWS, BLOCK_K]
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-    l = before_next_wait(l + thread_sums(p))  # [ROWS, 4]
-    part = warpgroup_mma_wait(0, [part])  # [ROWS, D]
+    m_new = before_next_wait(m_new)
+    part, sums = warpgroup_mma_wait(0, [part, sums])  # [ROWS, D], [ROWS, 8]
     release(v_ring, count - 1)
-    # Not earlier: P V reads the registers of the weights before.
+    # Not earlier: both products read the registers of the weights before.
     fours = rounded(p)
     acc = acc * factor[:, None] + part
+    l += half_of_sums(sums)
+    l *= gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(D)))
     factor *= unit / scale_v
     return fours, acc, m_new, l, factor, scale_v, next_k, next_v
@@ -145,7 +150,7 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
     softmax, only those of the other consumer.
     """
     acc, m, l, unit, scale_k, scale_v = carried
-    q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants
+    q_tile, shared, ones, seen, scale_q, scales_k, scales_v, last = invariants
     k_ring, v_ring = shared.k, shared.v
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
@@ -157,9 +162,10 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
     s, m_new = new_maximum(s, m, scale, seen, j * BLOCK_K, MASKED)
     alpha = gl.exp2(m - m_new)  # [ROWS]
     p = weights(s, scale, m_new)  # [ROWS, BLOCK_K]
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-    l += thread_sums(p)  # [ROWS, 4]
     fours = rounded(p)
+    sums = warpgroup_mma_wait(0, [start_sums(fours, ones)])  # [ROWS, 8]
+    l *= gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+    l += half_of_sums(sums)  # [ROWS, 4]
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(PART)))
     factor *= unit / scale_v
     acc = (
@@ -174,7 +180,7 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, o, lse, scales, scale_log2, sizes, shared,
+    c: gl.constexpr, o, lse, scales, scale_log2, sizes, shared, ones,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HOLD_Q: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
@@ -216,8 +222,9 @@ def consume(
         else:
             q_tile = q_slot  # [ROWS, D]
         invariants = (
-            q_tile, shared, seen, scale_q, scales_k, scales_v, sizes.blocks - 1
+            q_tile, shared, ones, seen, scale_q, scales_k, scales_v, sizes.blocks - 1
         )  # fmt: skip
+        l = half_of_sums(gl.zeros([ROWS, 8], gl.float32, accumulator(8)))  # [ROWS, 4]
         if D <= 128:
             s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
             release(k_ring, count)
@@ -230,7 +237,7 @@ def consume(
             next_k = gl.load(scales_k + following)
             next_v = gl.load(scales_v + following)
             carried = (
-                rounded(p), acc, m, thread_sums(p), factor, scale_v, next_k, next_v
+                rounded(p), acc, m, l, factor, scale_v, next_k, next_v
             )  # fmt: skip
             count += 1
             for j in range(1, full_end):
@@ -242,14 +249,14 @@ def consume(
                     count += 1
             fours, acc, m, l, factor, unit, _next_k, _next_v = carried
             part = start_values(fours, v_ring, count - 1, 0, D)
-            part = warpgroup_mma_wait(0, [part])  # [ROWS, D]
+            sums = start_sums(fours, ones)
+            part, sums = warpgroup_mma_wait(0, [part, sums])  # [ROWS, D], [ROWS, 8]
             release(v_ring, count - 1)
             o_parts = (acc * factor[:, None] + part,)  # [ROWS, D]
+            l += half_of_sums(sums)
         else:
             part = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
             acc = part, part, part, part
-            unseen = gl.zeros([ROWS, BLOCK_K], gl.float32, s_layout)
-            l = thread_sums(unseen)  # [ROWS, 4]
             carried = acc, m, l, scale_v, scale_k, scale_v
             for j in range(full_end):
                 carried = attend_in_parts(carried, invariants, count, j, False)
@@ -261,8 +268,7 @@ def consume(
             o_parts, m, l, unit, _next_k, _next_v = carried
         if CAUSAL:
             count = skip(last - end, count, shared)
-        l = gl.sum(l, 1)  # [ROWS]
-        l = gl.convert_layout(l, rows_layout)  # [ROWS]
+        l = gl.convert_layout(gl.max(l, 1), rows_layout)  # [ROWS], of equal columns
         # A query that sees no key has l = 0, O = 0 and L = -inf.
         l_safe = gl.where(l == 0.0, 1.0, l)  # [ROWS]
         lse_rows = (m - EXPONENT + gl.log2(l_safe)) * LN_2  # [ROWS]
@@ -306,11 +312,12 @@ def forward_kernel(
     o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_layout)
     scales = Scales(scales_q, scales_k, scales_v, shift)
     sizes = EightBitSizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
+    ones = make_ones(v.dtype, BLOCK_K)  # [8, BLOCK_K]
     shared = ForwardShared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles, None)
     gl.warp_specialize([
-        (consume, (0, o, lse, scales, scale_log2, sizes, shared,
+        (consume, (0, o, lse, scales, scale_log2, sizes, shared, ones,
                    CAUSAL, RAGGED, HOLD_Q)),
-        (consume, (1, o, lse, scales, scale_log2, sizes, shared,
+        (consume, (1, o, lse, scales, scale_log2, sizes, shared, ones,
                    CAUSAL, RAGGED, HOLD_Q)),
         (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
