@@ -53,7 +53,7 @@ def test_forward_and_gradients(sizes, causal, layout):
     before = [x.clone() for x in (q, k, v)]
     for row in dict.fromkeys(hopper_tiles.TILES[D]):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hopper, "choose_tile", lambda *problem, row=row: row)
+            patch.setattr(hopper, "choose_tile", lambda *x, row=row, **how: row)
             patch.setattr(plans, "PLANS", {})
             o, lse = hopper.forward(q, k, v, unchanged(causal, SCALE))
         options = {"causal": causal, "scale": SCALE}
