@@ -75,28 +75,6 @@ def attend_late(
 
 
 @gluon.jit
-def attend_bounded(
-    bits, acc, m, l, invariants, change, count, col,
-    MASKED: gl.constexpr, RAGGED: gl.constexpr = False,
-):  # fmt: skip
-    """In place of hopper.attend, without a mask: m stays what the first block left,
-    which is right as long as no score of a row is far above it.
-    """
-    q_tile, k_ring, v_ring, queries, _sizes, scale_log2 = invariants
-    s = start_scores(q_tile, k_ring, count)
-    acc = start_values(acc, bits, v_ring, count - 1)
-    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
-    s, _ = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
-    p, _ = weights(s, m, m, scale_log2)
-    sums = before_next_wait(thread_sums(p))  # [ROWS, 4]
-    o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
-    release(k_ring, count)
-    release(v_ring, count - 1)
-    bits = p.to(k_ring.slots.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
-    return bits, warpgroup_mma_init(o), m, l + sums
-
-
-@gluon.jit
 def larger(x):
     """The larger of each number [rows, columns] and the one half the columns on."""
     rows: gl.constexpr = x.shape[0]
@@ -187,10 +165,10 @@ CHANGES = WAITS | {
     SHARED_Q: {},
 }
 # Of the softmax.
-BOUNDED, HALVES = "no maximum after the first block", "maximum by halves"
+KEEP, HALVES = "no maximum after the first block", "maximum by halves"
 POLYNOMIAL = "every fourth exponential by a polynomial"
 SOFTMAX = {
-    BOUNDED: {(hopper, "attend"): attend_bounded},
+    KEEP: {},
     HALVES: {(hopper, "new_maximum"): maximum_by_halves},
     POLYNOMIAL: {(hopper, "weights"): weights_by_polynomial},
 }
@@ -230,7 +208,7 @@ def launched(name, read, results, causal):
     how = causal, d**-0.5
     if name == ORDER:
         return lambda: steps.launch_forward(*read, *results, *how, name)
-    how = score_mods.unchanged(*how), None, tile_of(name, T, d, causal)
+    how = score_mods.unchanged(*how), None, tile_of(name, T, d, causal), name == KEEP
     return lambda: hopper.launch_forward(*read, *results, *how)
 
 

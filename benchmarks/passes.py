@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashlib
 from benchmarks import fa3, fa4, timing
-from flashlib.kernels import flash2, inputs, tables
+from flashlib import score_mods
+from flashlib.kernels import flash2, hopper, inputs, tables
 from flashlib.kernels.steps import flash2 as flash2_steps
 from flashlib.kernels.steps import hopper as hopper_steps
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
@@ -199,6 +200,15 @@ def with_warps(num_warps, q, k, v, causal, scale):
     return o.to(dtype), lse
 
 
+def persistent(q, k, v, causal, scale):
+    """(o, lse) of hopper's kernel with the maximum of every block."""
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    tile = hopper.choose_tile(q.shape[3], q.shape[2], causal)
+    how = score_mods.unchanged(causal, scale), None, tile
+    hopper.launch_forward(q, k, v, o, lse, *how)
+    return o, lse
+
+
 def loop_order(order, *arguments):
     """(dq, dk, dv) of the backward pass in the loop order of one of the slides'
     algorithms.
@@ -216,7 +226,7 @@ STEPS = {
     for module in (flash2_steps, hopper_steps)
     for step in module.STEPS
 }
-LAUNCHED = {**STEPS, **WARPS}
+LAUNCHED = {**STEPS, **WARPS, "persistent": persistent}
 LOOP_ORDERS = {
     order: functools.partial(loop_order, order)
     for order in ("algorithm-5", "algorithm-6")
@@ -366,7 +376,8 @@ def plan(quick=False, rival=None):
     )
     asynchrony = (
         Sweep(HOPPER_LADDER, ladder(d, T)),
-        Sweep(hopper_steps.STEPS, ladder(d, step_T)),  # in turn with flash2 and hopper
+        # In turn with flash2 and hopper.
+        Sweep((*hopper_steps.STEPS, "persistent"), ladder(d, step_T)),
         Sweep((*HOPPER_LADDER, "hopper-atomic"), ladder(narrow, T), BACKWARD),
     )
     if rival:

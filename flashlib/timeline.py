@@ -393,6 +393,8 @@ AWAITED = {
     "consume: start_scores": "S",
     "attend: s": "S",
     "attend: acc": "PV",
+    "attend_keeping: s": "S",
+    "attend_keeping: acc": "PV",
     "consume: acc": "O",
     "consume: store_wait": "store",
     "finish: store_wait": "store",

@@ -310,7 +310,8 @@ def run_hopper(job, q, k, v, causal, scale):
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
             packing, lse = score_mods.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
-        hopper.launch_forward(q, k, v, o, lse, score_mod, packing, tile)
+        how = score_mod, packing, tile, job["keep"]
+        hopper.launch_forward(q, k, v, o, lse, *how)
         return
     if job["step"] == "hopper_ring":
         run_ring(q, k, o, causal, scale, hopper_tiles.ForwardTile(*job["row"]))

@@ -20,7 +20,8 @@ from device import as_python
 # hopper_backward, and of both kernels of hopper_wide.
 FORWARD = (
     "head_and_block", "task_at", "window_start", "produce", "skip", "hide_scores",
-    "attend_first", "attend", "consume", "forward_kernel",
+    "attend_first", "attend", "attend_keeping", "less_overflowed", "has_overflowed",
+    "consume", "forward_kernel",
     # of gluon_forward, gluon_lists and gluon_scores
     "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",
     "pop", "release", "block_counts", "visible_keys", "new_maximum", "weights",
@@ -249,6 +250,7 @@ class Language:
     # -- registers
 
     exp2, log2, where = map(staticmethod, (torch.exp2, torch.log2, torch.where))
+    abs = staticmethod(torch.abs)
     reshape, sum, max = map(staticmethod, (torch.reshape, torch.sum, torch.amax))
     permute = staticmethod(torch.permute)
     split = staticmethod(lambda x: x.unbind(-1))
@@ -271,11 +273,15 @@ class Language:
         return torch.maximum(array(x), array(y))
 
     def load(self, pointer, mask=True, other=0, volatile=False):
+        if isinstance(mask, torch.Tensor) and mask.dim():
+            offset = torch.where(mask, pointer.offset, 0)
+            return array(torch.where(mask, pointer.x.flatten()[offset], other))
         return array(pointer.x.flatten()[pointer.offset] if mask else other)
 
     def store(self, pointer, x, mask):
         offset, mask = torch.broadcast_tensors(pointer.offset, mask)
-        pointer.x.view(-1)[offset[mask]] = x.expand_as(mask)[mask]
+        x = array(x).to(pointer.x.dtype).expand_as(mask)
+        pointer.x.view(-1)[offset[mask]] = x[mask]
 
     def atomic_add(self, pointer, x, sem):
         before = self.load(pointer).clone()

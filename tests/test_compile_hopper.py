@@ -60,10 +60,11 @@ class Job(gate.Job):
     softcap: float = 0.0
     score: str | None = None  # one that compile_worker.py knows
     bias: str | None = None  # the same
+    keep: bool = False  # the first maximum, and once more what has overflowed
 
     def request(self):
         names = "left", "packed", "mask", "deterministic", "alibi", "softcap", "score"
-        names += ("bias",)
+        names += "bias", "keep"
         return super().request() | {name: getattr(self, name) for name in names}
 
     @property
@@ -143,6 +144,8 @@ def jobs():
     sliding = rows("hopper", "keys", "queries", "fused", "expanded_keys")
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows(*BACKWARD)]
+    found += [job(*row, True, RAGGED, keep=True) for row in rows("hopper")]
+    found += [job(*row, False, EVEN, keep=True) for row in rows("hopper")]
     found += [job(SMALL, d, None, False, EVEN) for d in (64, 128)]
     found += changing()
     return found + [job(*row, False, RAGGED) for row in simple()]
@@ -233,8 +236,19 @@ def judge_tile(job, facts):
         assert all(0 <= counts[x] - least[x] <= 4 for x in least), counts
 
 
+def judge_keeping(job, facts):
+    """The first launch: in most blocks no maximum and no product for rescaling."""
+    gate.judge_memory(job, facts, SPILLS.get((job.kernel, job.d, job.row), (0,))[0])
+    assert facts["kernel"] == job.name and facts["tensor_cores"] == ["HGMMA"]
+    least = min(facts["softmax"], key=lambda counts: counts["FMNMX"])
+    assert least["FMNMX"] == least["FMUL"] == 0, least
+
+
 def judge(job, found):
     """Raise for a kernel that is not what the gate wants."""
+    if job.keep:  # and the second launch
+        keeping, *found = found
+        judge_keeping(job, keeping)
     assert [facts["kernel"] for facts in found] == [job.name]
     (facts,) = found
     allowed, _ = SPILLS.get((job.kernel, job.d, job.row), (0, ""))
@@ -294,6 +308,15 @@ def test_the_gate_can_fail():
     ]
     changes += [{"softmax": [counts | {x: 2 * n}]} for x, n in counts.items()]
     gate.check_judge(judge, tile, [forward | {"softmax": [counts]}], *changes)
+    keeping = job("hopper", 128, tile.row, True, EVEN, keep=True)
+    none = forward | {"softmax": [counts | {"FMNMX": 0, "FMUL": 0}, counts]}
+    both = [none, forward | {"softmax": [counts]}]
+    judge(keeping, both)
+    for wrong in ({"FMNMX": 36, "FMUL": 0}, {"FMNMX": 0, "FMUL": 64}):
+        with pytest.raises(AssertionError):
+            judge(keeping, [forward | {"softmax": [counts | wrong]}, both[1]])
+    with pytest.raises(ValueError):
+        judge(keeping, both[1:])
     capped = job("fused", 64, None, True, EVEN, softcap=30.0)
     good |= {"kernel": "keys_kernel", "stack_in_loops": [4, 0]}
     judge(capped, [good])

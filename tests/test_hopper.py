@@ -163,18 +163,27 @@ def test_sinks_without_keys_are_left_to_another_kernel(as_if_on_hopper):
 # -- forward
 
 
-def with_tile(row):
+def keep_always(patch):
+    """Keep the maximum of a tile's first block in small problems too."""
+    for name in ("KEEP_FROM", "KEEP_SCORES"):
+        patch.setattr(hopper, name, 0)
+
+
+def with_tile(row, keep=False):
     """hopper's forward with a row of its table, whatever it would choose, as a function
-    of q, k, v, causal, scale and perhaps left, or a ScoreMod in place of these.
+    of q, k, v, causal, scale and perhaps left, or a ScoreMod in place of these. keep:
+    as keep_always.
     """
-    return functools.partial(hopper_with_tile, row)
+    return functools.partial(hopper_with_tile, row, keep)
 
 
-def hopper_with_tile(row, q, k, v, *how):
+def hopper_with_tile(row, keep, q, k, v, *how):
     score_mod = how[0] if isinstance(how[0], score_mods.ScoreMod) else unchanged(*how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "choose_tile", lambda *problem: row)
+        patch.setattr(hopper, "choose_tile", lambda *problem, **how: row)
         patch.setattr(plans, "PLANS", {})  # a plan has the tile of its first call
+        if keep:
+            keep_always(patch)
         return hopper.forward(q, k, v, score_mod)
 
 
@@ -234,7 +243,8 @@ def test_small_kernel(d, T_k, dtype):
 # {name: ((q, k, v, causal, scale) -> (o, lse), d)}: hopper with every row of its table,
 # the steps in one width.
 VARIANTS = {
-    f"hopper-d{d}-{row[0]}x{row[1]}": (with_tile(row), d)
+    f"hopper-d{d}-{row[0]}x{row[1]}{end}": (with_tile(row, keep), d)
+    for end, keep in (("", False), ("-keep", True))
     for d, rows in hopper_tiles.TILES.items()
     # Values are narrower at one d, which test_hopper_expanded.py has.
     if d != hopper_host.EXPANDED[0]
@@ -271,6 +281,43 @@ def test_increasing_scores_rescale_at_every_block(variant, sign):
     _, _, v = inputs(1, 1, 703, variant[1])
     k = sign * torch.linspace(-30, 30, 703, device=DEVICE)[:, None]
     judge(variant, torch.ones_like(v), k.expand_as(v).bfloat16(), v, scale=0.1)
+
+
+KEPT_WITH = {
+    "causal": {"causal": True},
+    "softcap": {"softcap": 30.0},
+    "sinks": {"sinks": torch.tensor([3.0, -20.0])},
+    "prefix": {"mask": masks.prefix(150)},
+    "prefix, softcap, sinks": {
+        "mask": masks.prefix(150), "softcap": 400.0, "sinks": torch.tensor([3.0, -20.0])
+    },
+}  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("rise", [0.0, 700.0, 5000.0])
+@pytest.mark.parametrize("changes", KEPT_WITH)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_kept_maximum(d, changes, rise, monkeypatch):
+    """Scores that rise over the keys: from no tile that is computed again to nearly
+    all. Two calls agree in every bit.
+    """
+    keep_always(monkeypatch)
+    monkeypatch.setattr(plans, "PLANS", {})
+    q, k, v = inputs(1, 2, 1000, d, T_k=1100, H_kv=1)
+    k[..., 0] = torch.linspace(0, rise, 1100, device=DEVICE)
+    q[..., 0] = torch.where(torch.arange(1000, device=DEVICE) % 3 == 0, 10.0, -1.0)
+    options = dict(KEPT_WITH[changes], scale=0.1)
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].to(DEVICE)
+    o, lse = flashlib.attention(q, k, v, return_lse=True, **options)
+    # L is up to 5,000, where PyTorch's evaluation is often right to the last bit.
+    testing.assert_within_budget(q, k, v, o, lse if rise == 0.0 else None, **options)
+    _, exact = testing.oracle(q, k, v, **options)
+    torch.testing.assert_close(lse.double(), exact, rtol=2**-17, atol=2**-10)
+    for _ in range(20):
+        again = flashlib.attention(q, k, v, return_lse=True, **options)
+        assert same((o, lse), again)
 
 
 EDGES = [

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device import as_python
+from roles import array
 
 from flashlib import score_mods
 from flashlib.kernels import (
@@ -56,7 +57,7 @@ class Language:
     cdiv = staticmethod(hopper.triton.cdiv)
 
     def __init__(self, program, programs):
-        tiles = map(torch.tensor, itertools.count(program, programs))
+        tiles = map(array, itertools.count(program, programs))
         self.program_id = lambda axis: next(tiles)
         self.num_programs = lambda axis: programs
         self.atomic_add = lambda counter, one, sem: next(tiles) - programs
@@ -82,11 +83,12 @@ class Ring:
 
 
 RUN = ("block_counts", "window_start", "first_block", "unpack", "task_at")
-RUN += ("head_and_block", "skip", "attend_first", "attend", "produce", "consume")
+RUN += ("head_and_block", "skip", "attend_first", "attend", "attend_keeping")
+RUN += ("produce", "consume")
 RUN += ("list_of_task", "list_bounds", "column")
 LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "coordinates")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
-LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of")
+LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of", "less_overflowed")
 
 
 def kernel(language, **names):
@@ -97,25 +99,31 @@ def kernel(language, **names):
 
 
 class Program:
-    """One program: the tiles it takes, what it copies and what its consumers do."""
+    """One program: the tiles it takes, what it copies and what its consumers do. In a
+    second launch, these are the tiles whose task is left.
+    """
 
-    def __init__(self, language, sizes, CAUSAL, RAGGED, tile, **_):
+    def __init__(self, language, sizes, CAUSAL, RAGGED, tile, KEEP, left=None, **_):
         self.tile, self.taken, self.starts = tile, [], []
         self.q = Ring(tile.CONSUMERS, ROWS)
         self.k, self.v = (Ring(tile.SLOTS, tile.BLOCK_K) for _ in range(2))
         self.shared = SimpleNamespace(
             q=self.q, k=self.k, v=self.v, queue=None, o=Anything(), bias=None
         )
-        run = kernel(language, push=self.push, refill=self.refill)
-        run.produce("q", "k", "v", None, None, sizes, self.shared, CAUSAL)
+        run = kernel(
+            language, push=self.push, refill=self.refill,
+            has_overflowed=lambda lse, task, consumers: left(task),
+        )  # fmt: skip
+        tensors = "q", "k", "v", None, None, None
+        run.produce(*tensors, sizes, self.shared, CAUSAL, left is not None)
         assert self.k.copied == self.v.copied
         change = gluon_scores.GluonChange()
-        how = sizes, change, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
+        how = sizes, change, self.shared, CAUSAL, RAGGED, tile.HOLD_Q, KEEP
         self.used = [self.consume(c, language, how) for c in range(tile.CONSUMERS)]
 
     def push(self, n, turn, queue):
         assert turn == len(self.taken)
-        self.taken.append(int(n))  # a tensor, which head_and_block() changes in place
+        self.taken.append(int(n))
         self.starts.append(len(self.k.copied))
 
     def refill(self, x, where, head, row, ring, slot, phase):
@@ -134,10 +142,11 @@ class Program:
 
         def pop(turn, queue):
             turns.append(turn)
-            return torch.tensor(self.taken[turn])
+            return array(self.taken[turn])
 
         def start(x, ring, count):
             ring.used.append(int(count))
+            used[int(count)] = used.get(int(count), False)
             return Anything()
 
         def hide_scores(s, queries, col, sizes, change):
@@ -226,7 +235,8 @@ def launched(monkeypatch):
     def launch(processors, *arguments):
         machine.multi_processor_count = processors
         hopper.launch_forward.__wrapped__(*arguments)
-        (_, _, programs, *rest), options = launches.pop()
+        (_, _, programs, *rest), options = launches[0]
+        launches.clear()
         last = rest[-len(hopper.ForwardSizes._fields) :]
         return programs, hopper.ForwardSizes(*last), options
 
@@ -258,7 +268,8 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, launched):
         q, k = (torch.empty(shape, device="meta") for shape in shapes)
         tile = rng.choice(hopper_tiles.TILES[d])
         how = score_mods.unchanged(mask != "full", 1.0, left), packing, tile
-        programs, sizes, options = launched(processors, q, k, k, q, None, *how)
+        keep = mask != "window" and rng.random() < 0.5
+        programs, sizes, options = launched(processors, q, k, k, q, None, *how, keep)
         found = []
         for n in range(programs):
             language = Language(n, programs)
@@ -269,6 +280,22 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, launched):
         for place, T_q in zip(places, lengths[0], strict=True):
             rows = range(0, T_q, ROWS)
             assert {*itertools.product([place], range(H), rows)} <= {*found}
+        every = tile.CONSUMERS * ROWS
+
+        def overflowed(task, every=every):
+            return bool((task.row // every + task.h) % 3 == 1)
+
+        second = [
+            queries
+            for n in range(programs)
+            for queries, _ in Program(
+                Language(n, programs), sizes, **options | {"KEEP": False},
+                left=overflowed,
+            ).tiles()
+        ]  # fmt: skip
+        assert sorted(second) == sorted(
+            (place, h, row) for place, h, row in found if (row // every + h) % 3 == 1
+        )
 
 
 def random_lists(rng, *shape):

@@ -11,6 +11,11 @@ completes `ready`, the consumers complete `empty`; gluon_forward.py has a table 
 A consumer starts S = Q K^T of the next block before it adds P V of this one, and
 finds the maximum of the next block while that product runs. The kernel is persistent:
 as many programs as fit on the GPU take tiles from a shared counter, longest first.
+
+With KEEP, blocks that all rows see keep the maximum of the first one, and rescale
+nothing: weights may exceed 1. Where that goes too far, L becomes NaN, and a second
+launch computes the tile with the maximum of every block (depth page of *Hopper*, "One
+maximum for a tile").
 """
 
 import math
@@ -81,6 +86,27 @@ from flashlib.kernels.tiles import LOWEST, with_sink
 # tiles, some programs find nothing left to do at the end. With more heads, their K and
 # V do not fit in the L2 cache.
 SECTION_HEADS = 16
+# The blocks after a tile's first one keep its maximum if there are this many keys, and
+# this many scores for each multiprocessor: less would not make up for another launch.
+KEEP_FROM = 2048
+KEEP_SCORES = 2**21
+# The largest sum of weights under a kept maximum. Where a later block rescales it, the
+# factor is 0 below 2^-126, so what is lost is at most 2^-26 of the new sum.
+LARGEST_SUM = gl.constexpr(2.0**100)
+
+
+def keeps_maximum(q, k, score_mod, packing=None):
+    """Whether blocks keep the maximum of a tile's first one. Weights in float16 end at
+    2^16; under a window, some rows see nothing of the first block; and what is added to
+    scores may let them grow with the position, as ALiBi does.
+    """
+    if q.dtype != torch.bfloat16 or score_mod.window is not None:
+        return False
+    longest = k.shape[2] if packing is None else packing.longest_k
+    scores = q.numel() // q.shape[-1] * longest // (2 if score_mod.causal else 1)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    enough = longest >= KEEP_FROM and scores >= KEEP_SCORES * processors
+    return enough and not score_mod._replace(softcap=0.0).changed
 
 
 class ForwardSizes(NamedTuple):
@@ -104,6 +130,7 @@ class ForwardSizes(NamedTuple):
     slopes: torch.Tensor | None = None  # of ALiBi, float32 [H] or [B, H]
     slope_batch: int | None = None  # their strides
     slope_head: int | None = None
+    overflowed: torch.Tensor | None = None  # [1], int32: whether a row has
 
 
 class ForwardShared(NamedTuple):
@@ -118,9 +145,13 @@ class ForwardShared(NamedTuple):
 
 
 @gluon.jit
-def produce(q, k, v, bias, counter, sizes, shared, CAUSAL: gl.constexpr):
+def produce(
+    q, k, v, bias, lse, counter, sizes, shared, CAUSAL: gl.constexpr,
+    REPEAT: gl.constexpr,
+):  # fmt: skip
     """The producer: for each tile Q once, then the blocks of K and V that any of its
-    queries sees, and the tiles of the bias for them.
+    queries sees, and the tiles of the bias for them. REPEAT: only tiles in which a row
+    has overflowed.
     """
     CONSUMERS: gl.constexpr = shared.q.slots.shape[0]
     SLOTS: gl.constexpr = shared.k.slots.shape[0]
@@ -129,33 +160,49 @@ def produce(q, k, v, bias, counter, sizes, shared, CAUSAL: gl.constexpr):
     count, turn, n = 0, 0, gl.program_id(0)
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        push(n, turn, shared.queue)
-        task = task_at(n, sizes, CAUSAL, BLOCK_Q)
-        row, h = task.row, task.h
-        if sizes.lists is not None:
-            blocks = list_of_task(task, sizes, BLOCK_Q, BLOCK_K)
-            first, end = 0, list_bounds(blocks)[1]
-            following = gl.load(blocks + 2)
-        else:
-            end = block_counts(row, BLOCK_Q, task.T_q, task.T_k, CAUSAL, BLOCK_K)[1]
-            first = window_start(row, BLOCK_Q, end, task, sizes.left, BLOCK_K)[0]
-        for c in gl.static_range(CONSUMERS):
-            refill(q, task.q, h, row + c * ROWS, shared.q, c, turn & 1)
-        for j in range(first, end):
-            slot, phase = count % SLOTS, count // SLOTS & 1
-            block = j
+        task, wanted = task_at(n, sizes, CAUSAL, BLOCK_Q), True
+        if REPEAT:
+            wanted = has_overflowed(lse, task, CONSUMERS)
+        if wanted:
+            push(n, turn, shared.queue)
+            row, h, h_k = task.row, task.h, task.h // sizes.GROUP
             if sizes.lists is not None:
-                # The next number is on its way while this warp waits for slots.
-                block = following
-                following = gl.load(blocks + 2 + gl.minimum(j + 1, end - 1))
-            refill(k, task.k, h // sizes.GROUP, block * BLOCK_K, shared.k, slot, phase)
-            if bias is not None:
-                refill_bias(bias, task.q, h, row, block * BLOCK_K, shared.bias, count)
-            refill(v, task.k, h // sizes.GROUP, block * BLOCK_K, shared.v, slot, phase)
-            count += 1
+                blocks = list_of_task(task, sizes, BLOCK_Q, BLOCK_K)
+                first, end = 0, list_bounds(blocks)[1]
+                following = gl.load(blocks + 2)
+            else:
+                end = block_counts(row, BLOCK_Q, task.T_q, task.T_k, CAUSAL, BLOCK_K)[1]
+                first = window_start(row, BLOCK_Q, end, task, sizes.left, BLOCK_K)[0]
+            for c in gl.static_range(CONSUMERS):
+                refill(q, task.q, h, row + c * ROWS, shared.q, c, turn & 1)
+            for j in range(first, end):
+                slot, phase = count % SLOTS, count // SLOTS & 1
+                block = j
+                if sizes.lists is not None:
+                    # The next number is on its way while this warp waits for slots.
+                    block = following
+                    following = gl.load(blocks + 2 + gl.minimum(j + 1, end - 1))
+                col = block * BLOCK_K
+                refill(k, task.k, h_k, col, shared.k, slot, phase)
+                if bias is not None:
+                    refill_bias(bias, task.q, h, row, col, shared.bias, count)
+                refill(v, task.k, h_k, col, shared.v, slot, phase)
+                count += 1
+            turn += 1
         n = later
-        turn += 1
     push(n, turn, shared.queue)
+
+
+@gluon.jit
+def has_overflowed(lse, task, CONSUMERS: gl.constexpr):
+    """Whether less_overflowed left NaN in L of any row of a tile."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    found = 0
+    for c in gl.static_range(CONSUMERS):
+        i = task.row + c * ROWS + gl.arange(0, ROWS, layout)  # [ROWS]
+        l = gl.load(lse + task.lse + i, mask=i < task.T_q, other=0.0)  # [ROWS]
+        found |= gl.max((l != l).to(gl.int32), 0)
+    return found != 0
 
 
 @gluon.jit
@@ -218,9 +265,41 @@ def attend(
 
 
 @gluon.jit
+def attend_keeping(bits, acc, m, l, invariants, change, count, col):
+    """As attend, for a block that all rows see whole, but with the maximum m of the
+    blocks before it, so that nothing is rescaled. Weights may exceed 1.
+    """
+    q_tile, k_ring, v_ring, queries, sizes, scale_log2 = invariants
+    s = start_scores(q_tile, k_ring, count)
+    acc = start_values(acc, bits, v_ring, count - 1)
+    bias = bias_of(queries, count, col, sizes, change, k_ring.slots.shape[1], True)
+    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
+    s = change_tile(s, bias, queries, col, sizes, change)
+    p, _one = weights(s, m, m, scale_log2)
+    sums = before_next_wait(thread_sums(p))  # [ROWS, 4]
+    o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
+    release(k_ring, count)
+    release(v_ring, count - 1)
+    bits = p.to(k_ring.slots.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
+    return bits, warpgroup_mma_init(o), l + sums
+
+
+@gluon.jit
+def less_overflowed(lse_rows, l, o_rows, overflowed, i, T_q):
+    """L of rows [ROWS] with NaN where l or O is not finite, and 1 in `overflowed` if
+    there is such a row.
+    """
+    size = gl.sum(gl.abs(o_rows), 1)  # [ROWS], not finite if a number of O is not
+    right = l + gl.convert_layout(size, l.type.layout) < float("inf")
+    gl.store(overflowed + gl.zeros_like(i), 1, mask=~right & (i < T_q))
+    return gl.where(right, lse_rows, float("nan"))
+
+
+@gluon.jit
 def consume(
     c: gl.constexpr, o, lse, scale_log2, sizes, change, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HOLD_Q: gl.constexpr,
+    KEEP: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
     BLOCK_Q: gl.constexpr = shared.q.slots.shape[0] * ROWS
@@ -300,10 +379,17 @@ def consume(
             if added or change.natural is not None:
                 # nothing else asks where a full block is
                 col = column(j, blocks, BLOCK_K)
-            bits, acc, m, l = attend(
-                bits, acc, m, l, invariants, change, count, col, False, RAGGED
-            )
+            if KEEP:
+                bits, acc, l = attend_keeping(
+                    bits, acc, m, l, invariants, change, count, col
+                )
+            else:
+                bits, acc, m, l = attend(
+                    bits, acc, m, l, invariants, change, count, col, False, RAGGED
+                )
             count += 1
+        if KEEP:  # the rest could rescale what is too large to something that is not
+            l = gl.where(l < LARGEST_SUM, l, float("inf"))  # [ROWS, 4]
         if CAUSAL or RAGGED or sizes.lists is not None:
             for j in range(gl.maximum(full_end, start), end):
                 col = column(j, blocks, BLOCK_K)
@@ -318,8 +404,12 @@ def consume(
             m, l, factor = with_sink(m, l, gl.load(sizes.sinks + task.h))  # [ROWS] each
         # A query that sees no key has l = 0, O = 0 and L = -inf.
         lse_rows, l = log_sum_exp(m, l)  # [ROWS] both
-        gl.store(lse + task.lse + i, lse_rows, mask=i < T_q)
+        if not KEEP:
+            gl.store(lse + task.lse + i, lse_rows, mask=i < T_q)
         o_rows = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
+        if KEEP:
+            lse_rows = less_overflowed(lse_rows, l, o_rows, sizes.overflowed, i, T_q)
+            gl.store(lse + task.lse + i, lse_rows, mask=i < T_q)
         release(v_ring, count - 1)
         if CAUSAL and sizes.lists is None:
             count = skip(last - end, count, shared)
@@ -346,17 +436,22 @@ def consume(
 def forward_kernel(
     q, q_rest, k, k_rest, v, bias, o, lse, counter, scale_log2, change,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
-    lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
+    lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head, overflowed,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
+    KEEP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Programs take tiles [CONSUMERS ROWS, D_V] of O and of L until none is left.
 
     Where D is 192, q and k read 128 columns, and q_rest and k_rest the others. bias is
     a descriptor, or None where there is none or consumers read it. scale_log2 is for
-    base 2, and change is a GluonChange. tiles to slope_head are the fields of
-    ForwardSizes.
+    base 2, and change is a GluonChange. tiles to overflowed are the fields of
+    ForwardSizes. With overflowed and without KEEP, only tiles in which a row has
+    overflowed are computed.
     """
+    REPEAT: gl.constexpr = overflowed is not None and not KEEP
+    if REPEAT:
+        tiles *= gl.load(overflowed)  # 0 or 1
     CONSUMERS: gl.constexpr = tile.CONSUMERS
     SLOTS: gl.constexpr = tile.SLOTS
     BLOCK_K: gl.constexpr = tile.BLOCK_K
@@ -373,7 +468,7 @@ def forward_kernel(
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
     sizes = ForwardSizes(
         tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
-        lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
+        lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head, overflowed,
     )  # fmt: skip
     bias_ring = None
     if bias is not None:
@@ -383,34 +478,36 @@ def forward_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (0, o, lse, scale_log2, sizes, change, shared,
-                       CAUSAL, RAGGED, HOLD_Q)),
-            (produce, (q, k, v, bias, counter, sizes, shared, CAUSAL)),
+                       CAUSAL, RAGGED, HOLD_Q, KEEP)),
+            (produce, (q, k, v, bias, lse, counter, sizes, shared, CAUSAL, REPEAT)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (0, o, lse, scale_log2, sizes, change, shared,
-                       CAUSAL, RAGGED, HOLD_Q)),
+                       CAUSAL, RAGGED, HOLD_Q, KEEP)),
             (consume, (1, o, lse, scale_log2, sizes, change, shared,
-                       CAUSAL, RAGGED, HOLD_Q)),
-            (produce, (q, k, v, bias, counter, sizes, shared, CAUSAL)),
+                       CAUSAL, RAGGED, HOLD_Q, KEEP)),
+            (produce, (q, k, v, bias, lse, counter, sizes, shared, CAUSAL, REPEAT)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, o, lse, scale_log2, sizes, change, shared,
-                       CAUSAL, RAGGED, HOLD_Q)),
+                       CAUSAL, RAGGED, HOLD_Q, KEEP)),
             (consume, (1, o, lse, scale_log2, sizes, change, shared,
-                       CAUSAL, RAGGED, HOLD_Q)),
+                       CAUSAL, RAGGED, HOLD_Q, KEEP)),
             (consume, (2, o, lse, scale_log2, sizes, change, shared,
-                       CAUSAL, RAGGED, HOLD_Q)),
-            (produce, (q, k, v, bias, counter, sizes, shared, CAUSAL)),
+                       CAUSAL, RAGGED, HOLD_Q, KEEP)),
+            (produce, (q, k, v, bias, lse, counter, sizes, shared, CAUSAL, REPEAT)),
         ], [4, 4, 1], [
             CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
 
 
 @plans.planned
-def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
-    """Launch with one ForwardTile; scale > 0, no tensor empty."""
+def launch_forward(q, k, v, o, lse, score_mod, packing, tile, keep=False):
+    """Launch with one ForwardTile; scale > 0, no tensor empty. keep: launch with the
+    first maximum, and once more for what has overflowed.
+    """
     mask = score_mod.mask
     T, H = (-2, -3) if packing is None else (0, 1)
     T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]
@@ -430,7 +527,6 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
     # section would be small, so all of them get about the same number.
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
-    counter = plans.zeros((1,), torch.int32, q)
     lists = per_batch = per_head = None
     if mask is not None:
         B, n = score_arguments.batch_and_sizes(q, k, v, packing)
@@ -440,22 +536,27 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
         )  # fmt: skip
         by_batch, by_head = mask.depends
         per_batch, per_head = lists.shape[1] if by_batch else 0, int(by_head)
-    plans.launch(
-        forward_kernel, q, min(tiles, programs * processors),
-        *descriptors_of_columns(q, ROWS.value),
-        *descriptors_of_columns(k, tile.BLOCK_K),
-        gluon_descriptor(v, tile.BLOCK_K),
-        bias_descriptor(score_mod.bias, q, k, tile.BLOCK_K),
-        gluon_descriptor(o, ROWS.value), lse, counter,
-        *gluon_change(score_mod),
-        *ForwardSizes(
-            tiles, heads, section, H, group, T_q, T_k, score_mod.window,
-            starts_q, starts_k, sequences, lists, per_batch, per_head, score_mod.sinks,
-            *score_arguments.slopes_and_strides(score_mod.slopes),
-        ),
-        CAUSAL=score_mod.causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0,
-        tile=tile, D=q.shape[-1], num_warps=4, **options,
-    )  # fmt: skip
+    overflowed = plans.zeros((1,), torch.int32, q) if keep else None
+    for KEEP in (True, False) if keep else (False,):
+        plans.launch(
+            forward_kernel, q, min(tiles, programs * processors),
+            *descriptors_of_columns(q, ROWS.value),
+            *descriptors_of_columns(k, tile.BLOCK_K),
+            gluon_descriptor(v, tile.BLOCK_K),
+            bias_descriptor(score_mod.bias, q, k, tile.BLOCK_K),
+            gluon_descriptor(o, ROWS.value), lse,
+            plans.zeros((1,), torch.int32, q),
+            *gluon_change(score_mod),
+            *ForwardSizes(
+                tiles, heads, section, H, group, T_q, T_k, score_mod.window,
+                starts_q, starts_k, sequences, lists, per_batch, per_head,
+                score_mod.sinks,
+                *score_arguments.slopes_and_strides(score_mod.slopes), overflowed,
+            ),
+            CAUSAL=score_mod.causal,
+            RAGGED=packing is not None or T_k % tile.BLOCK_K != 0,
+            tile=tile, D=q.shape[-1], KEEP=KEEP, num_warps=4, **options,
+        )  # fmt: skip
 
 
 @plans.planned
@@ -480,8 +581,10 @@ def forward(q, k, v, score_mod, packing=None):
         narrow=masked and score_mod.mask.narrow(causal),
     )  # fmt: skip
 
+    keep = keeps_maximum(q, k, score_mod, packing)
+
     def fill(q, o, lse, scale):
         scaled = score_mod._replace(scale=scale)
-        launch_forward(q, k, v, o, lse, scaled, packing, tile)
+        launch_forward(q, k, v, o, lse, scaled, packing, tile, keep)
 
     return hopper_forward(q, k, score_mod.scale, fill, v)
