@@ -508,7 +508,8 @@ def causal():
 
 def window(left, right):
     """A query sees the keys p - left <= j <= p + right; a side that is None has no
-    limit (``eq-masks-window``). Raises ValueError for other sides.
+    limit (``eq-masks-window``). Raises TypeError or ValueError
+    for other sides.
     """
     return Mask(_window, *check_window((left, right)))
 

@@ -41,17 +41,21 @@ def check_window(window, causal=False):
     """The window as ``(left, right)``, UNLIMITED for None; causal is right = 0.
 
     Query i is at position p = i + T_k - T_q and sees the keys p - left <= j <= p +
-    right. Raises ValueError for anything but two sides, each None or an integer >= 0.
+    right. Raises TypeError for anything but a tuple or list of None and integers, and
+    ValueError unless it has two sides, of at least 0.
     """
     sides = (None, None) if window is None else window
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        sides = (-1, -1)
-    limits = []
-    for side in sides:
-        whole = isinstance(side, int) and not isinstance(side, bool)
-        if side is not None and not (whole and side >= 0):
-            expected = "(left, right), each None or an integer of at least 0"
-            raise wrong("window", expected, repr(window))
-        limits.append(UNLIMITED if side is None else min(side, UNLIMITED))
+    expected = "(left, right), each None or an integer of at least 0"
+    is_sequence = isinstance(sides, (tuple, list))
+    if not is_sequence or not all(_is_side(x) for x in sides):
+        raise wrong("window", expected, repr(window), TypeError)
+    limits = [UNLIMITED if side is None else min(side, UNLIMITED) for side in sides]
+    if len(limits) != 2 or min(limits) < 0:
+        raise wrong("window", expected, repr(window))
     left, right = limits
     return left, 0 if causal else right
+
+
+def _is_side(x):
+    """Whether x is of a type that a side of a window may have."""
+    return x is None or (isinstance(x, int) and not isinstance(x, bool))

@@ -469,7 +469,7 @@ WRONG = [
     (ValueError, "splits: expected at least 1", {"splits": 0}),
     (ValueError, "splits: expected at most 128", {"splits": 129}),
     (ValueError, "scale: expected a finite number", {"scale": math.inf}),
-    (ValueError, r"window: expected \(left, right\)", {"window": 5}),
+    (TypeError, r"window: expected \(left, right\)", {"window": 5}),
     (TypeError, "return_lse: expected True or False", {"return_lse": 1}),
 ]  # fmt: skip
 

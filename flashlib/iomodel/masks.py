@@ -5,8 +5,8 @@ A block of B_r queries and B_c keys is read when some query of it sees some key,
 needs a mask in the kernel when some query does not see some key. Window, position and
 causal mask are those of :mod:`flashlib.reference.masks`: query i is at p = i + T_k -
 T_q and sees the keys p - left <= j <= p + right; a window is None or (left, right),
-each None or an int of at least 0. Counts are exact integers. A size that is not an int
-raises TypeError, one outside its range and a wrong window raise ValueError.
+each None or an int of at least 0. Counts are exact integers. A size or a side of a
+window that is not an int raises TypeError, one outside its range raises ValueError.
 """
 
 import bisect
