@@ -11,6 +11,7 @@ import pytest
 import torch
 from device import CUDA, DEVICE
 
+import flashlib
 from flashlib import testing
 
 # The interpreter takes a second for a large case, so factors have fewer levels there.
@@ -184,6 +185,34 @@ def large_product():
     return list(
         dict.fromkeys(Case(**dict(zip(FACTORS, x, strict=True))) for x in levels)
     )
+
+
+def slopes(H, B=None):
+    """The slopes of ALiBi's paper, 2^(-8 h / H), or others for every batch."""
+    found = 2.0 ** (-8.0 * torch.arange(1, H + 1, device=DEVICE) / H)
+    if B is None:
+        return found
+    return found * torch.linspace(0.5, 2.0, B, device=DEVICE)[:, None]
+
+
+def check_empty(shape, d, method, causal=True, dtype=torch.float32):
+    """Results and gradients of tensors without elements."""
+    B, H, T_q, T_k = shape
+    leaves = testing.make_qkv(
+        B, H, T_q, d, T_k=T_k, dtype=dtype, device=DEVICE, requires_grad=True
+    )
+    options = {"causal": causal, "method": method, "return_lse": True}
+    o, lse = flashlib.attention(*leaves, **options)
+    assert o.shape == (B, H, T_q, d) and (o == 0).all()
+    assert lse.shape == (B, H, T_q) and (lse == -math.inf).all()
+    assert lse.dtype == torch.float32
+    for x, gradient in zip(leaves, torch.autograd.grad(o.sum(), leaves), strict=True):
+        assert gradient.shape == x.shape and (gradient == 0).all()
+
+
+def case_name(case):
+    """A case that is a dict as the name of its test."""
+    return "-".join(f"{key}={value}" for key, value in case.items())
 
 
 def far_apart(tensors, dimension):

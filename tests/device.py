@@ -13,6 +13,13 @@ DEVICE = "cuda" if CUDA else "cpu"
 # The kernels of step hopper run on compute capability 9.0 only.
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 
+
+def on_hopper(test):
+    """A test that needs a GPU for the kernels of step hopper."""
+    reason = "needs a GPU of compute capability 9.0"
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason=reason)(test))
+
+
 on_cpu = pytest.mark.skipif(CUDA, reason="for the interpreter")
 # What torch.compile is given: autograd and tracing alone, and on a GPU the compiler
 # too.

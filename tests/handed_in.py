@@ -1,4 +1,6 @@
-"""Notebooks as a student hands them in: answers on paper are numbers, not formulas."""
+"""Notebooks as a student hands them in, where answers on paper are numbers and not
+formulas, and processes that grade them.
+"""
 
 import contextlib
 import json
@@ -8,9 +10,10 @@ import socket
 import sys
 import types
 
-from exercises.grader import worker
+from exercises.grader import grade, release, sandbox, tasks, worker
 
 STUDENT = "Ada Lovelace"
+SECRET = b"of this test"
 
 
 def lay(folder, *names, content="{}"):
@@ -70,6 +73,15 @@ def results(source, names, numbers):
     return {name: space[name] for name in names if name in space}
 
 
+def inside(program, **options):
+    """(return code, output) of a Python program in the sandbox."""
+    process = sandbox.launch(
+        [sys.executable, "-I", "-c", program], text=True, **options
+    )
+    told = process.communicate(timeout=60)
+    return process.returncode, "".join(told)
+
+
 def forked(action):
     """The process of an action in a fork of this one, where PyTorch is imported
     already: in a group of its own, with output and errors in one pipe, as
@@ -107,3 +119,44 @@ def start_without_sandbox(argv, readable, slot):
     process = forked(lambda: worker.main(theirs))
     theirs.close()
     return process, ours
+
+
+# -- solutions, changed and graded
+
+
+def graded(step, folder, changes, extra=()):
+    """Grade the solutions of a step with some cells changed: (marks of the tasks that
+    did not get all, what the student is told).
+    """
+    release.package(step, folder)
+    assignment = tasks.assignment(step)
+    solved = sources_of(handed_in(assignment, SECRET))
+    changes = {x: changed(how, solved[x]) for x, how in changes.items()}
+    made = handed_in(assignment, SECRET, **changes)
+    made["cells"] += added(extra, solved)
+    content = json.dumps(made).encode()
+    result = grade.grade_one(assignment, content, SECRET, folder, STUDENT)
+    lost = {x["task"]: x["points"] for x in result["tasks"] if x["points"] < x["of"]}
+    return lost, json.dumps(result["tasks"])
+
+
+def changed(how, solution):
+    """A cell: a source, in which {} is the solution, or the solution with some of its
+    texts, {old: new}, replaced.
+    """
+    if isinstance(how, str):
+        return how.replace("{}", solution)
+    for old, new in how.items():
+        assert solution.count(old) == 1, old
+        solution = solution.replace(old, new)
+    return solution
+
+
+def added(extra, solved):
+    """Cells that a student adds; {name} is the solution of a task."""
+    made = []
+    for source in extra:
+        for name, solution in solved.items():
+            source = source.replace(f"{{{name}}}", solution)
+        made.append({"cell_type": "code", "metadata": {}, "source": source})
+    return made

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import EMPTY
+from cases import EMPTY, check_empty
 from device import CUDA, DEVICE, each_backend, other_backward, other_forward
 from expected import refused, same, with_id
 from packaging.version import Version
@@ -317,19 +317,6 @@ def test_no_heads(options):
     more = flashlib.attention_varlen(*[packed] * 3, starts, starts, 3, 3, **options)
     for y in (o, more):
         assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
-
-
-def check_empty(shape, d, method, causal=True, dtype=torch.float32):
-    """Results and gradients of tensors without elements."""
-    B, H, T_q, T_k = shape
-    leaves = inputs(B, H, T_q, d, T_k=T_k, dtype=dtype, requires_grad=True)
-    options = {"causal": causal, "method": method, "return_lse": True}
-    o, lse = flashlib.attention(*leaves, **options)
-    assert o.shape == (B, H, T_q, d) and (o == 0).all()
-    assert lse.shape == (B, H, T_q) and (lse == -math.inf).all()
-    assert lse.dtype == torch.float32
-    for x, gradient in zip(leaves, torch.autograd.grad(o.sum(), leaves), strict=True):
-        assert gradient.shape == x.shape and (gradient == 0).all()
 
 
 @each_method

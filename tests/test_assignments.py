@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from device import CUDA, DEVICE
 from handed_in import (
+    SECRET,
     STUDENT,
     grade_id,
     results,
@@ -40,7 +41,6 @@ from flashlib.iomodel.ring import positions
 from flashlib.machine import Machine, programs
 from flashlib.machine import cells as cells_of
 
-SECRET = b"of this test"
 FOLDER = pathlib.Path(__file__).parent / "assignments"
 STEPS = sorted(path.stem for path in FOLDER.glob("*.txt"))
 

@@ -8,7 +8,7 @@ import torch
 from cases import output_gradients
 from device import CUDA, DEVICE
 from expected import refused, same
-from test_mask_functions import some_masks
+from masks_of_tests import some_masks
 
 import flashlib
 from flashlib import masks, testing

@@ -3,11 +3,11 @@
 import math
 import random
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 import torch
-from cases import far_apart, in_pages, spread
+from caches import Cache, make
+from cases import case_name, far_apart, spread
 from device import CUDA, DEVICE
 from expected import refused, same, with_id
 
@@ -19,44 +19,6 @@ from flashlib.reference import decoding as reference
 from flashlib.reference import online
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-
-
-class Cache(NamedTuple):
-    """Keys and values of some sequences, NaN wherever no sequence has a key."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor | None
-
-    def rows(self, b):
-        """The keys and values of a sequence, ``[1, H_kv, length, d]``."""
-        length = int(self.seq_lens[b])
-        return tuple(
-            reference.rows(x, b, length, self.block_table)[None]
-            for x in (self.k, self.v)
-        )
-
-
-def make(
-    lengths, H=4, H_kv=2, T_q=1, d=16, d_v=None, page=None, T_max=None,
-    dtype=torch.float32, **options,
-):  # fmt: skip
-    """q and the cache of sequences with these lengths, as ``testing.make_qkv`` makes
-    tensors; pages shuffled, and one more column in the table than any sequence needs.
-    """
-    longest = max(lengths, default=0) if T_max is None else T_max
-    columns = math.ceil(longest / page) + 1 if page else 0
-    batches = len(lengths) * columns + 2 if page else len(lengths)
-    rows = page or longest
-    options |= {"T_q": T_q, "H_kv": H_kv, "d_v": d_v, "dtype": dtype, "device": DEVICE}
-    _, k, v = testing.make_qkv(batches, H, d=d, T_k=rows, **options)
-    q, _, _ = testing.make_qkv(len(lengths), H, d=d, T_k=1, **options)
-    table, seen = in_pages(lengths, page, batches, rows, columns)
-    for x in (k, v):
-        x.masked_fill_(~seen[:, None, :, None].to(DEVICE), math.nan)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    return q, Cache(k, v, seq_lens, table.to(DEVICE) if page else None)
 
 
 def run(q, cache, splits=1, left=UNLIMITED, scale=None):
@@ -92,10 +54,6 @@ LEVELS = {
 }
 
 
-def name(case):
-    return "-".join(f"{key}={value}" for key, value in case.items())
-
-
 FEW = spread(LEVELS, seed=0, count=16)
 MANY = [
     pytest.param(case, marks=[pytest.mark.slow])
@@ -103,7 +61,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("case", FEW + MANY, ids=name)
+@pytest.mark.parametrize("case", FEW + MANY, ids=case_name)
 def test_within_the_budget(case):
     case = dict(case)
     splits, left, scale = (case.pop(key) for key in ("splits", "left", "scale"))

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import spread
+from caches import make
+from cases import case_name, spread
 from device import CUDA, DEVICE
 from expected import refused
+from masks_of_tests import far, striped
 from scores_of_tests import cubed, softplus
-from test_decoding import make, name
-from test_mask_functions import far, striped
 
 import flashlib
 from flashlib import masks, testing
@@ -68,7 +68,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_within_the_budget(case):
     (H, H_kv), lengths = case["heads"], case["lengths"]
     dtype, page = getattr(torch, case["dtype"]), case["page"]

@@ -11,8 +11,16 @@ import time
 import numpy as np
 import psutil
 import pytest
-from handed_in import STUDENT, grade_id, handed_in, lay, source_notebook, sources_of
-from test_sandbox import inside
+from handed_in import (
+    SECRET,
+    STUDENT,
+    grade_id,
+    handed_in,
+    inside,
+    lay,
+    source_notebook,
+    sources_of,
+)
 
 from exercises.grader import folder as graded_folder
 from exercises.grader import (
@@ -26,7 +34,6 @@ from exercises.grader import (
     tasks,
 )
 
-SECRET = b"of this test"
 ONLINE = tasks.assignment("online")
 # Its workers need no PyTorch, so they start in a fraction of the time.
 MACHINE = tasks.assignment("machine")

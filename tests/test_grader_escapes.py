@@ -13,8 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from handed_in import STUDENT, grade_id, handed_in
-from test_grader_zoo import graded
+from handed_in import SECRET, STUDENT, grade_id, graded, handed_in
 
 from exercises.grader import (
     channel,
@@ -27,7 +26,6 @@ from exercises.grader import (
     worker,
 )
 
-SECRET = b"of this test"
 IMPORTS = "import collections, dataclasses, functools, typing\nimport numpy as np\n"
 
 # Python that would lead somewhere; attributes by text are not seen when it is read.

@@ -4,13 +4,12 @@ import json
 import os
 
 import pytest
-from handed_in import handed_in
+from handed_in import SECRET, handed_in
 
 from exercises.grader import folder, grade, gradebook, inbox, release, submission, tasks
 
 ONLINE = tasks.assignment("online")
 FULL = {task.name: task.points for task in ONLINE.tasks}
-SECRET = b"of this test"
 KERNEL = submission.read(ONLINE.notebook.read_bytes(), ["kernel"]).cells["kernel"]
 # {student: (changed cells, {task: points})}; a task that is not named has full marks.
 HONEST = {

@@ -9,51 +9,17 @@ import sys
 import zipfile
 
 import pytest
-from handed_in import STUDENT, grade_id, handed_in, sources_of, written_out
+from handed_in import (
+    added,
+    changed,
+    grade_id,
+    graded,
+    sources_of,
+    written_out,
+)
 from processes import run
 
-from exercises.grader import grade, release, tasks
-
-SECRET = b"of this test"
-
-
-def graded(step, folder, changes, extra=()):
-    """Grade the solutions of a step with some cells changed: (marks of the tasks that
-    did not get all, what the student is told).
-    """
-    release.package(step, folder)
-    assignment = tasks.assignment(step)
-    solved = sources_of(handed_in(assignment, SECRET))
-    changes = {x: changed(how, solved[x]) for x, how in changes.items()}
-    made = handed_in(assignment, SECRET, **changes)
-    made["cells"] += added(extra, solved)
-    content = json.dumps(made).encode()
-    result = grade.grade_one(assignment, content, SECRET, folder, STUDENT)
-    lost = {x["task"]: x["points"] for x in result["tasks"] if x["points"] < x["of"]}
-    return lost, json.dumps(result["tasks"])
-
-
-def changed(how, solution):
-    """A cell: a source, in which {} is the solution, or the solution with some of its
-    texts, {old: new}, replaced.
-    """
-    if isinstance(how, str):
-        return how.replace("{}", solution)
-    for old, new in how.items():
-        assert solution.count(old) == 1, old
-        solution = solution.replace(old, new)
-    return solution
-
-
-def added(extra, solved):
-    """Cells that a student adds; {name} is the solution of a task."""
-    made = []
-    for source in extra:
-        for name, solution in solved.items():
-            source = source.replace(f"{{{name}}}", solution)
-        made.append({"cell_type": "code", "metadata": {}, "source": source})
-    return made
-
+from exercises.grader import release, tasks
 
 NOT_WRITTEN = """
     # YOUR CODE HERE

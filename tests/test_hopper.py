@@ -16,15 +16,22 @@ from pathlib import Path
 import cases
 import pytest
 import torch
-from cases import EMPTY, Case, far_apart, output_gradients, pairwise
-from device import DEVICE, HOPPER
+from cases import EMPTY, Case, check_empty, far_apart, output_gradients, pairwise
+from device import DEVICE, HOPPER, on_hopper
 from expected import in_memory_order, refused, same
+from hopper_calls import (
+    called,
+    hidden,
+    hopper_with_tile,
+    inputs,
+    keep_always,
+    with_tile,
+)
+from masks_of_tests import some_masks
 from processes import output, run
-from test_api import check_empty
-from test_mask_functions import some_masks
 
 import flashlib
-from flashlib import masks, plans, score_mods, testing
+from flashlib import masks, score_mods, testing
 from flashlib.kernels import (
     backward,
     hopper,
@@ -34,11 +41,10 @@ from flashlib.kernels import (
 )
 from flashlib.kernels.steps import hopper as steps
 from flashlib.kernels.steps import small_hopper
-from flashlib.masks import Mask, div, mod
+from flashlib.masks import Mask
 from flashlib.score_mods import unchanged
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-NEEDED = "needs a GPU of compute capability 9.0"
 SOAK_SECONDS = int(os.environ.get("SOAK_SECONDS", "240"))
 
 # Lengths about the ends of blocks, and those that no block divides; the layouts that
@@ -51,15 +57,6 @@ FACTORS = {
 # Less for the steps: every mask, width and ragged end of each is compiled on its own.
 FEW = (203, 1, 128)
 STEP_FACTORS = FACTORS | {"T_q": FEW, "T_k": FEW, "dtype": ("bfloat16",)}
-
-
-def inputs(B, H, T_q, d, dtype=torch.bfloat16, **changes):
-    """q, k and v on the device under test."""
-    return testing.make_qkv(B, H, T_q, d, dtype=dtype, device=DEVICE, **changes)
-
-
-def on_hopper(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason=NEEDED)(test))
 
 
 def parametrized(listed):
@@ -161,30 +158,6 @@ def test_sinks_without_keys_are_left_to_another_kernel(as_if_on_hopper):
 
 
 # -- forward
-
-
-def keep_always(patch):
-    """Keep the maximum of a tile's first block in small problems too."""
-    for name in ("KEEP_FROM", "KEEP_SCORES"):
-        patch.setattr(hopper, name, 0)
-
-
-def with_tile(row, keep=False):
-    """hopper's forward with a row of its table, whatever it would choose, as a function
-    of q, k, v, causal, scale and perhaps left, or a ScoreMod in place of these. keep:
-    as keep_always.
-    """
-    return functools.partial(hopper_with_tile, row, keep)
-
-
-def hopper_with_tile(row, keep, q, k, v, *how):
-    score_mod = how[0] if isinstance(how[0], score_mods.ScoreMod) else unchanged(*how)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "choose_tile", lambda *problem, **how: row)
-        patch.setattr(plans, "PLANS", {})  # a plan has the tile of its first call
-        if keep:
-            keep_always(patch)
-        return hopper.forward(q, k, v, score_mod)
 
 
 def test_every_row_of_the_table_is_chosen():
@@ -303,7 +276,6 @@ def test_a_kept_maximum(d, changes, rise, monkeypatch):
     all. Two calls agree in every bit.
     """
     keep_always(monkeypatch)
-    monkeypatch.setattr(plans, "PLANS", {})
     q, k, v = inputs(1, 2, 1000, d, T_k=1100, H_kv=1)
     k[..., 0] = torch.linspace(0, rise, 1100, device=DEVICE)
     q[..., 0] = torch.where(torch.arange(1000, device=DEVICE) % 3 == 0, 10.0, -1.0)
@@ -564,11 +536,6 @@ def test_logits_far_from_zero(logit, causal):
 # -- masks that are functions, and sinks
 
 
-def hidden(b, h, p, j, n):
-    """Every other n queries see nothing."""
-    return (mod(div(p, n), 2) == 1) & (j <= p)
-
-
 def judged_mask(mask, q, k, v, *, causal=False, sinks=None):
     """The results of every tile that takes a mask, judged; those of the last one."""
     of = score_mods.mask_of(mask)
@@ -653,15 +620,6 @@ def test_attention_with_a_mask_and_its_gradients(method, monkeypatch):
 
 def public_inputs(d=64, **changes):
     return inputs(2, 4, 300, d, H_kv=2, **changes)
-
-
-def called(monkeypatch, module, name):
-    """A list that grows by one whenever the function runs, which a plan would spare."""
-    plans.PLANS.clear()
-    calls, own = [], getattr(module, name)
-    spy = lambda *x, **options: calls.append(module) or own(*x, **options)  # noqa: E731
-    monkeypatch.setattr(module, name, spy)
-    return calls
 
 
 @on_hopper

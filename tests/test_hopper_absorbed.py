@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import spread
-from device import DEVICE, HOPPER, on_cpu
+from device import DEVICE, on_cpu, on_hopper
 from expected import same
 from latents import Cache, judge, make
 from roles import Threads
@@ -19,11 +19,6 @@ from flashlib.kernels import gluon_forward, hopper_absorbed, hopper_host, latent
 D, D_C = hopper_host.ABSORBED
 SCALE = 192**-0.5
 WIDTHS = {"d_c": D_C, "d_r": D - D_C}
-
-
-def on_hopper(test):
-    reason = "needs a GPU of compute capability 9.0"
-    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason=reason)(test))
 
 
 def decode(q, cache, splits=1, scale=SCALE, method="hopper"):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from cases import output_gradients
-from device import DEVICE, HOPPER, on_cpu, other_backward, other_forward
+from device import DEVICE, on_cpu, on_hopper, other_backward, other_forward
 from expected import in_memory_order, same
 
 import flashlib
@@ -30,11 +30,6 @@ SIZES = (
     (2, 2, 128, 128), (2, 1, 300, 300), (4, 2, 257, 257), (4, 1, 130, 1000),
     (2, 2, 1000, 130), (3, 3, 1, 640), (2, 1, 65, 1), (8, 2, 2500, 2500),
 )  # fmt: skip
-
-
-def on_hopper(test):
-    reason = "needs a GPU of compute capability 9.0"
-    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason=reason)(test))
 
 
 def inputs(H, H_kv, T_q, T_k, dtype=torch.bfloat16, B=1, **changes):

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import output_gradients
-from device import DEVICE, as_python
+from device import DEVICE, as_python, on_hopper
 from expected import same
-from test_hopper import called, hidden, inputs, on_hopper
-from test_mask_functions import some_masks
+from hopper_calls import called, hidden, inputs
+from masks_of_tests import some_masks
 
 import flashlib
 from flashlib import masks, plans, score_mods, testing

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import output_gradients
-from device import DEVICE, as_python, on_cpu
+from device import DEVICE, as_python, on_cpu, on_hopper
 from expected import same
+from hopper_calls import called, hidden, inputs, with_tile
+from masks_of_tests import some_masks
 from roles import Pointer
 from scores_of_tests import cubed, of_cubed, some_scores
-from test_hopper import called, hidden, inputs, on_hopper, with_tile
-from test_mask_functions import some_masks
 
 import flashlib
 from flashlib import masks, score_mods, testing

@@ -209,6 +209,19 @@ def test_a_forbidden_import_is_found():
         assert forbidden(name, {(other, top)}) == {other}
 
 
+def test_no_test_file_is_imported():
+    """What several test files share is in files of other names, next to them."""
+    for path in (ROOT / "tests").glob("*.py"):
+        for node in ast.walk(tree(path)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            imported = [name for name in names if name.startswith("test_")]
+            assert not imported, f"{path.name}: line {node.lineno}"
+
+
 COLD = {
     "machine records timeline": set(),
     "iomodel.projections paging plot": {"numpy", "matplotlib"},

@@ -272,8 +272,7 @@ def test_in_the_deterministic_mode_a_new_tensor_may_be_filled(nan_filled):
 
 @pytest.mark.gpu
 def test_a_compiled_kernel_is_launched_with_addresses():
-    from test_plans import plans
-
+    from flashlib import plans
     from flashlib.kernels import backward
 
     assert CUDA

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import spread
+from cases import case_name, spread
 from device import CUDA, DEVICE
 from expected import latent_layer, same
 from histories import near
@@ -217,12 +217,8 @@ MANY = [
 ]
 
 
-def name(case):
-    return "-".join(f"{key}={value}" for key, value in case.items())
-
-
 @pytest.mark.usefixtures("nan_filled")
-@pytest.mark.parametrize("case", FEW + MANY, ids=name)
+@pytest.mark.parametrize("case", FEW + MANY, ids=case_name)
 def test_within_the_budget(case):
     case = dict(case)
     splits, scale, d_c = case.pop("splits"), case.pop("scale"), case["d_c"]

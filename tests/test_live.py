@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from built import BOOK, address, none
-from test_browser import Visit
+from visit import Visit
 
 from flashlib.iomodel import masks, roofline
 from flashlib.reference import fp8

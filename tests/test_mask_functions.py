@@ -12,6 +12,7 @@ import torch
 from cases import output_gradients
 from device import DEVICE
 from expected import same
+from masks_of_tests import far, function_of_text, some_masks
 from processes import ROOT, output, run_python
 from scores_of_tests import some_scores
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,42 +25,6 @@ from flashlib.reference import masks as reference
 from flashlib.score_functions import Score, alibi, softcap
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-
-
-def everybody(b, h, p, j):
-    return (j >= 0) & (b >= 0) & (h >= 0)
-
-
-def far(b, h, p, j, n):
-    return abs(p - j) > n
-
-
-def striped(b, h, p, j, n):
-    return mod(p - j, n) == h
-
-
-def blocks(b, h, p, j, n):
-    return div(n - p + j, n) == 2
-
-
-def some_masks(B, H, T_q, T_k, rng):
-    """A few masks for these sizes, some of which read tensors."""
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-
-    def numbers(low, high, *shape):
-        return torch.randint(low, high, shape, generator=generator).to(DEVICE)
-
-    ids = numbers(0, 3, B, T_k).sort(1).values
-    sizes = [rng.choice([1, n]) for n in (B, H, T_q, T_k)]
-    return [
-        Mask(everybody), Mask(far, 5), Mask(striped, 4), Mask(blocks, 6),
-        masks.causal(), masks.window(8, 3), masks.window(None, 2), masks.prefix(9),
-        masks.chunks(16), masks.documents(ids), masks.documents(ids[0].int()),
-        masks.documents(ids) & masks.causal(), masks.causal() | masks.prefix(20),
-        ~masks.causal(), masks.padding(numbers(0, 5, B), numbers(5, T_k + 5, B)),
-        masks.tree(numbers(0, 2, T_k, T_k) > 0) | masks.prefix(1),
-        masks.from_tensor(numbers(0, 3, *sizes) > 0, T_q, T_k),
-    ]  # fmt: skip
 
 
 # -- functions
@@ -158,16 +123,6 @@ def test_masks_and_scores_print_their_functions():
     assert repr(lists) == f"<BlockLists <Mask causal()> {sizes}>"
 
 
-def make(text, scope):
-    """The function of a text whose source Python finds."""
-    import linecache
-
-    name = f"<{len(linecache.cache)}>"
-    linecache.cache[name] = len(text), None, text.splitlines(True), name
-    exec(compile(text, name, "exec"), scope)
-    return scope["f"]
-
-
 WRONG = {
     "b, h, p, j: p // 2 == j": r"div\(a, b\) and mod\(a, b\), .* got // or % in f",
     "b, h, p, j: (p < j) and (j < 3)": "got and, or, not or a chain in f",
@@ -202,7 +157,7 @@ WRONG = {
 def test_what_a_function_may_not_do_is_named(text):
     parameters, result = text.split(": ", 1)
     scope = {"limit": 3, "at": max, "div": div, "mod": mod}
-    function = make(f"def f({parameters}): return {result}\n", scope)
+    function = function_of_text(f"def f({parameters}): return {result}\n", scope)
     with pytest.raises((TypeError, ValueError), match=f"^mask: .*{WRONG[text]}"):
         Mask(function)
 
@@ -213,7 +168,7 @@ def test_a_function_may_not_change_its_parameters():
         (Score, "s, b, h, p, j):\n s += 1\n return s\n", "s = s + 1, got s += 1 in f"),
     ):
         with pytest.raises(ValueError, match=f": expected {re.escape(message)}"):
-            make_one(make(f"def f({text}", {}))
+            make_one(function_of_text(f"def f({text}", {}))
 
 
 def marked(b, h, p, j, flags):

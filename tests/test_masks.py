@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from cases import SHORT, each_level, far_apart, output_gradients, pairwise
+from cases import SHORT, each_level, far_apart, output_gradients, pairwise, slopes
 from device import CUDA, DEVICE
 from expected import same
 
@@ -24,14 +24,6 @@ from flashlib.reference import standard
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
 WINDOWS = [None, (0, 0), (3, 0), (0, 5), (7, 4), (16, 16), (None, 2), (100, 100)]
-
-
-def slopes(H, B=None):
-    """The slopes of ALiBi's paper, 2^(-8 h / H), or others for every batch."""
-    found = 2.0 ** (-8.0 * torch.arange(1, H + 1, device=DEVICE) / H)
-    if B is None:
-        return found
-    return found * torch.linspace(0.5, 2.0, B, device=DEVICE)[:, None]
 
 
 def scoring(q, causal=False, window=None, softcap=None, alibi_slopes=None, scale=None):

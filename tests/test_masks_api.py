@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from cases import slopes
 from device import DEVICE, each_backend
 from expected import refused, same
-from test_masks import slopes
 
 import flashlib
 from flashlib import checks, testing

@@ -6,7 +6,7 @@ import built
 import moved
 import pytest
 from built import PAGES, none
-from test_browser import Visit
+from visit import Visit
 
 REWRITTEN = [page for page in PAGES if moved.read(page)]
 

@@ -7,7 +7,7 @@ import built
 import practice
 import quiz
 from built import HTML, PAGES, ROOT, address, none
-from test_browser import PHONE, Visit
+from visit import PHONE, Visit
 
 CHAPTERS = [step for step in practice.STEPS if step in PAGES]
 ASSIGNED = [step for step in practice.STEPS if practice.notebook_of(step).is_file()]

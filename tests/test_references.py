@@ -3,7 +3,7 @@
 import built
 import terms
 from built import address, none
-from test_browser import Visit
+from visit import Visit
 
 
 def test_terms_are_found_as_whole_words():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import register_machine
 from built import HTML, address, none
-from test_browser import PHONE, Visit
+from visit import PHONE, Visit
 
 from flashlib.machine import Machine, assemble, disassemble, programs
 from flashlib.machine.exercises import EXERCISES, examples, judge

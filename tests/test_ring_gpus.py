@@ -12,7 +12,7 @@ import ring_gpus
 import ring_worker
 import torch
 from expected import same
-from test_ring import joined, judge, ranks
+from ring_processes import joined, judge, ranks
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(

@@ -8,17 +8,9 @@ import types
 
 import psutil
 import pytest
+from handed_in import inside
 
 from exercises.grader import sandbox
-
-
-def inside(program, **options):
-    """(return code, output) of a Python program in the sandbox."""
-    process = sandbox.launch(
-        [sys.executable, "-I", "-c", program], text=True, **options
-    )
-    told = process.communicate(timeout=60)
-    return process.returncode, "".join(told)
 
 
 def test_the_sandbox_has_no_network_no_root_and_nothing_to_write():

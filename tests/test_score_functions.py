@@ -8,6 +8,7 @@ import torch
 from cases import output_gradients
 from device import DEVICE
 from expected import refused, same
+from masks_of_tests import function_of_text
 from scores_of_tests import (
     cubed,
     of_cubed,
@@ -17,7 +18,6 @@ from scores_of_tests import (
     some_scores,
     weighed,
 )
-from test_mask_functions import make
 
 import flashlib
 from flashlib import masks, testing
@@ -109,13 +109,16 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_what_a_function_may_not_do_is_named(text):
     parameters, result = text.split(": ", 1)
-    function = make(f"def f({parameters}): return {result}\n", {"limit": 3})
+    function = function_of_text(f"def f({parameters}): return {result}\n", {"limit": 3})
     with pytest.raises((TypeError, ValueError), match=f"^{WRONG[text]}"):
         Score(function)
     if "0 more" not in WRONG[text]:  # a derivative is judged like a function
         wrong = WRONG[text].replace("score: ", "derivative: ")
         with pytest.raises((TypeError, ValueError), match=f"^{wrong}"):
-            Score(make("def f(s, b, h, p, j): return s\n", {}), derivative=function)
+            Score(
+                function_of_text("def f(s, b, h, p, j): return s\n", {}),
+                derivative=function,
+            )
 
 
 def test_arguments_of_scores_are_checked():

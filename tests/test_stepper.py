@@ -4,18 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from bs4 import BeautifulSoup
+from stepper_figures import DOT, WORDS, parsed, replay
 
 from flashlib.iomodel import TwoLevelMemory
 from flashlib.iomodel.blocks import algorithm_2
 from flashlib.iomodel.standard import standard_forward
-from flashlib.machine import Machine, assemble, cells, programs
+from flashlib.machine import Machine, assemble
 from flashlib.stepper import show_program, show_schedule
 from flashlib.stepper.frame import MOST_STEPS, Figure, asset, number_text
 
-WORDS = {"title": "A title", "alt": "What it shows"}
-MATRICES = cells("a", [[1, 2], [3, 4]]) | cells("b", [[5, 6], [7, 8]])
-DOT = Machine(3).run(programs.dot(2), MATRICES, registers={1: 2.5})
 T, D = 6, 2
 INPUTS = np.random.default_rng(0).normal(size=(3, T, D))
 TILES = {"B_r": 2, "B_c": 3, "trace": True}
@@ -23,21 +20,6 @@ SCHEDULES = {
     "algorithm 2": algorithm_2(*INPUTS, capacity_words=22, **TILES),
     "standard": standard_forward(*INPUTS, capacity_words=16, **TILES),
 }
-
-
-def parsed(figure):
-    return BeautifulSoup(figure._repr_html_(), "html.parser")
-
-
-def replay(figure):
-    """Yield the data, the step and all items after it, as the page computes them."""
-    data = json.loads(parsed(figure).find("script").string)
-    state = [{} for _ in data["panels"]]
-    for step in data["steps"]:
-        for panel, change in step["set"].items():
-            items = state[int(panel)] | change
-            state[int(panel)] = {k: v for k, v in items.items() if v is not None}
-        yield data, step, list(state)
 
 
 # -- Programs

@@ -7,10 +7,9 @@ import re
 import built
 import numpy as np
 import pytest
-import test_stepper_forward
-import test_stepper_pages
-from test_browser import Visit, none
-from test_stepper import DOT, replay
+from built import none
+from stepper_figures import DOT, example_pool, replay, schedule
+from visit import Visit
 
 from flashlib.iomodel.blocks import algorithm_2
 from flashlib.machine import Machine, cells, programs
@@ -26,11 +25,8 @@ for i, m in enumerate(("x[0]", "m1", "m2"), start=1):
 Q, K, V = np.random.default_rng(0).normal(size=(3, 4, 2))
 MEMORY = algorithm_2(Q, K, V, capacity_words=16, B_r=2, B_c=2, trace=True).memory
 WORDS = algorithm_2.words(4, 2, 2)
-PASSES = [
-    test_stepper_forward.schedule(name, (6, 2, 2, 2))
-    for name in ("algorithm_4", "flash2_forward")
-]
-POOL = test_stepper_pages.example()
+PASSES = [schedule(name, (6, 2, 2, 2)) for name in ("algorithm_4", "flash2_forward")]
+POOL = example_pool()
 FIGURES = [
     show_program(DOT, title="One element", alt="A program of seven instructions"),
     show_program(SOFTMAX.as_dict(NAMES), title="Softmax", alt="52 instructions"),

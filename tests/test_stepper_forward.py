@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 from kernel_trace import trace_forward
-from test_stepper import WORDS, replay
+from stepper_figures import FLASH, WORDS, inputs, replay, schedule
 
 from flashlib import kernels
-from flashlib.iomodel.flash1 import algorithm_3, algorithm_4
-from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.standard import standard_forward
 from flashlib.kernels import flash1, flash2
 from flashlib.notebook import check
@@ -28,19 +26,6 @@ FLOAT32 = 2**-20  # what flashlib.notebook.check allows a kernel
 SHAPES = [(6, 2, 2, 2), (5, 3, 2, 4), (3, 2, 4, 4)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 STATE = ("m", "l", "O")
-FLASH = {run.__name__: run for run in (algorithm_3, algorithm_4, flash2_forward)}
-SCHEDULES = FLASH | {"standard_forward": standard_forward}
-
-
-def inputs(shape, seed=0):
-    """q, k and v [T, d] of numbers that float32 holds exactly."""
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(3, *shape[:2])).astype(np.float32).astype(np.float64)
-
-
-def schedule(name, shape, seed=0):
-    options = {"capacity_words": 200, "B_r": shape[2], "B_c": shape[3], "trace": True}
-    return SCHEDULES[name](*inputs(shape, seed), **options).memory
 
 
 def kernel(module, shape, **options):

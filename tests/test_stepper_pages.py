@@ -1,26 +1,11 @@
 """The figure of a pool of pages: its owners, block tables and counts."""
 
 import pytest
-from test_stepper import WORDS, replay
+from stepper_figures import WORDS, example_pool, replay
 
 from flashlib.paging import PagePool
 from flashlib.stepper import show_pages
 from flashlib.stepper.pages import BAR, COLORS, LOGICAL, PHYSICAL, SHARED_COLOR, TABLE
-
-
-def example():
-    """All six actions, with a copy on write and a page shared to the end."""
-    pool = PagePool(8, 4, trace=True)
-    pool.new("A", 6)
-    pool.fork("A", "B")
-    pool.append("B")
-    pool.append("A", 3)
-    pool.new("C", 4)
-    pool.swap_out("A")
-    pool.append("C")
-    pool.swap_in("A")
-    pool.free("B")
-    return pool
 
 
 def blocks(panel, items):
@@ -39,7 +24,7 @@ def blocks(panel, items):
 
 
 def test_figure_follows_the_pool():
-    pool = example()
+    pool = example_pool()
     trace, figure = pool.trace(), show_pages(pool, **WORDS)
     size, pages = trace["page_size"], trace["pages"]
     names = list(dict.fromkeys(step["sequence"] for step in trace["steps"]))
