@@ -171,13 +171,27 @@ def _html_table(columns, rows):
     )
 
 
-def show(thing):
-    """The library's own source of a function, class, module or Triton kernel, as
+def show(thing, *more):
+    """The library's own source of functions, classes, modules or Triton kernels, as
     Markdown for a notebook cell, without module docstrings and formatter directives,
-    and the name of its file.
+    and the names of their files.
+
+    A tuple ``(thing, first, last)`` shows a part of a thing: the lines from one that
+    contains the text ``first`` to one that contains ``last``. Raises ValueError if
+    there are none, TypeError for what has no source.
     """
     from IPython.display import Markdown
 
+    parts = [x if isinstance(x, tuple) else (x,) for x in (thing, *more)]
+    sources, files = zip(*(_source_and_file(*part) for part in parts), strict=True)
+    # The built page turns a name into a link where the book has a repository.
+    names = "\n\n".join(f"`{file}`" for file in dict.fromkeys(files))
+    code = "\n\n\n".join(sources)
+    return Markdown(f"```python\n{code}\n```\n\n{names}")
+
+
+def _source_and_file(thing, first="", last=None):
+    """The source of a thing, or of a part of it, and the name of its file."""
     # A Triton kernel and a schedule wrap their functions.
     thing = inspect.unwrap(getattr(thing, "fn", thing))
     source = textwrap.dedent(inspect.getsource(thing))
@@ -185,6 +199,16 @@ def show(thing):
         docstring = ast.parse(source).body[0]
         source = "\n".join(source.splitlines()[docstring.end_lineno :]).lstrip()
     source = re.sub(r"  # fmt: skip$|^ *# fmt: o(n|ff)\n", "", source, flags=re.M)
+    if last is not None:
+        source = _lines_between(source.splitlines(), first, last)
     file = Path(inspect.getsourcefile(thing)).relative_to(LIBRARY.parent)
-    # The built page turns the name into a link where the book has a repository.
-    return Markdown(f"```python\n{source.rstrip()}\n```\n\n`{file.as_posix()}`")
+    return source.rstrip(), file.as_posix()
+
+
+def _lines_between(lines, first, last):
+    """The lines from the first with one text to the next with another, dedented."""
+    begin = next((n for n, line in enumerate(lines) if first in line), len(lines))
+    for end, line in enumerate(lines[begin:], begin):
+        if last in line:
+            return textwrap.dedent("\n".join(lines[begin : end + 1]))
+    raise ValueError(f"thing: expected lines from {first!r} to {last!r}, got none")

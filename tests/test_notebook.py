@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashlib import notebook
+from flashlib import notebook, testing
 from flashlib.notebook import at_most, check, holds, show, table
 
 
@@ -122,3 +122,16 @@ def test_show_needs_a_source_and_leaves_a_modules_docstring_out():
     for without_source in (3, "check"):
         with pytest.raises(TypeError):
             show(without_source)
+
+
+def test_show_puts_things_and_parts_of_things_in_one_listing():
+    part = (holds, "if not isinstance", "raise TypeError")
+    shown = show(check, part, testing.make_qkv).data
+    whole = show(check).data.removesuffix("```\n\n`flashlib/notebook.py`")
+    assert shown.startswith(
+        f"{whole}\n\nif not isinstance(condition, bool):\n    raise"
+    )
+    assert shown.endswith("\n```\n\n`flashlib/notebook.py`\n\n`flashlib/testing.py`")
+    assert shown.count("```") == 2
+    with pytest.raises(ValueError, match="from 'print' to 'raise', got none"):
+        show((holds, "print", "raise"))
