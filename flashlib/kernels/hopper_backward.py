@@ -401,7 +401,7 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     is a function. A query that sees no key has zero gradient; dK and dV are summed over
     the heads of a group.
     """
-    B, _, T_q, d = q.shape
+    d = q.shape[-1]
     if d == 256:
         return hopper_wide.backward(q, k, v, o, lse, do, dlse, score_mod)
     if q.numel() == 0 or k.numel() == 0:
@@ -417,7 +417,4 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
         dq_sums, dq, score_mod, delta.shape[2], k.shape[2], FUSED[d][0],
         None if score_mod.mask is None else counters,
     )  # fmt: skip
-    if score_mod.sinks is None:
-        return dq, dk, dv
-    dsinks = score_gradients.of_sinks(delta, lse2, B, T_q, score_mod, None, PAD)
-    return dq, dk, dv, dsinks
+    return score_gradients.with_sinks((dq, dk, dv), q, delta, lse2, score_mod, PAD)

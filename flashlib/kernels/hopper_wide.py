@@ -505,8 +505,4 @@ def backward(q, k, v, o, lse, do, dlse, score_mod):
     inputs = q, k, v, do, delta, lse2
     launch_keys(*inputs, dk, dv, score_mod, KEYS)
     launch_queries(*inputs, dq, score_mod, QUERIES)
-    if score_mod.sinks is None:
-        return dq, dk, dv
-    B, _, T_q, _ = q.shape
-    dsinks = score_gradients.of_sinks(delta, lse2, B, T_q, score_mod, None, PAD)
-    return dq, dk, dv, dsinks
+    return score_gradients.with_sinks((dq, dk, dv), q, delta, lse2, score_mod, PAD)

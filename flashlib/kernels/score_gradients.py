@@ -225,3 +225,13 @@ def of_sinks(delta, lse2, B, T_q, score_mod, packing, pad):
     else:
         dsinks.zero_()
     return dsinks.to(sinks.dtype)
+
+
+def with_sinks(found, q, delta, lse2, score_mod, pad):
+    """The gradients found of q, k and v, and that of the sinks if there are any, of
+    sequences that are not packed.
+    """
+    if score_mod.sinks is None:
+        return found
+    B, _, T_q, _ = q.shape
+    return *found, of_sinks(delta, lse2, B, T_q, score_mod, None, pad)
