@@ -117,6 +117,7 @@ def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
         score_mod = ScoreMod(scale, right=right, sinks=own_sinks, mask=own_mask)
         return ops.attend_masked(q, k, v, score_mod, None, "auto")[0]
 
+    # The exchange has no kernel, so the reference's runs here, around our attention.
     options = {"causal": causal, "group": ring.group, "attend": attend}
     return reference.ulysses_attention(q, k, v, **options, zigzag=zigzag)
 

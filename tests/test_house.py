@@ -57,7 +57,10 @@ LAYERS = (
     ("torch", "masks"),
     ("torch", "score_functions score_mods"),
     ("torch", "checks flat_arguments"),
-    ("", "reference. iomodel."),  # which have rules of their own below
+    # These have rules of their own below. Later lines run a reference where there is no
+    # kernel to run, for the exchanges of a ring and for eight bits on a CPU, and ask
+    # iomodel which of two ways is cheaper. The other direction is forbidden.
+    ("", "reference. iomodel."),
     ("torch", "block_lists cache_checks ranks"),
     ("torch", "fp8 kvcache ops"),
     ("torch", "api ring_passes"),
