@@ -119,7 +119,7 @@ class FlashSelfAttention(torch.nn.Module):
         ranks.check_group(group)
         if group is not None and method != "auto":
             raise wrong("method", "'auto' with a group", repr(method))
-        self._group = ranks.Shared(group) if group is not None else None
+        self._group = ranks.LayerGroup(group) if group is not None else None
         self.scale = 1.0 / math.sqrt(d)
         if scale is not None:
             self.scale = checks.check_number("scale", scale, checks.OR_NONE)

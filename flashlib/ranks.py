@@ -76,7 +76,7 @@ def group_of(mesh):
     return group
 
 
-class Shared:
+class LayerGroup:
     """The group of a layer. Copies of the layer share it, and it cannot be pickled."""
 
     def __init__(self, group):
@@ -163,7 +163,9 @@ class Neighbors:
 
     @contextlib.contextmanager
     def named(self, doing):
-        """A RuntimeError of the group in here says which operation it ended."""
+        """Within this context, a RuntimeError of the group says what this rank could
+        not do.
+        """
         try:
             yield
         except RuntimeError as error:
