@@ -1,4 +1,5 @@
-"""The argument checks of decoding and of caches, as those of :mod:`flashlib.checks`."""
+"""The argument checks of decoding and of caches, in the manner of
+:mod:`flashlib.checks`."""
 
 import torch
 
@@ -144,7 +145,7 @@ def check_quantization(q, k, seed):
 
 
 def check_latent_width(q, d_c):
-    """d_c is a number of columns that leaves q some rotary ones."""
+    """d_c is a possible width of latents, and q has rotary columns after them."""
     (low, high), (least, most) = LATENTS, ROTARY
     check_count("d_c", d_c, low, high)
     check_tensor("q", q, q)

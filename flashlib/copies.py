@@ -74,7 +74,9 @@ class Engine:
 
     @contextlib.contextmanager
     def enqueuing(self, behind_caller=True):
-        """In here, work is enqueued, behind what the caller's stream has now."""
+        """Within this context, work is enqueued on this stream, after all that the
+        caller's stream has now.
+        """
         if behind_caller:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -137,7 +139,9 @@ class Channel:
         return capacity, self.engine.allocate(2 * capacity)
 
     def exchange(self, capacity, memory):
-        """Use this memory, and that of the other ranks, from now on. All call it."""
+        """Use this memory, and that of the other ranks, from now on. All ranks call
+        it.
+        """
         # A rank that knows the new memory may signal its first barrier at once. If the
         # memory were zeroed after that, this rank would wait for the signal for ever
         # (https://github.com/pytorch/pytorch/pull/192308). And all pulls from the old
@@ -177,7 +181,9 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensors):
-        """One behind the other, each at a multiple of ALIGNMENT."""
+        """The Layout of tensors one behind the other, each at a multiple of
+        ALIGNMENT.
+        """
         places, end = [], 0
         for x in tensors:
             places.append(end)
@@ -258,7 +264,7 @@ class Published(NamedTuple):
 
 class Transport(NamedTuple):
     """How the ranks of a group get keys and sums: through channels, or by messages if
-    there is a reason for that.
+    there is a reason not to copy.
     """
 
     keys: Channel | None
@@ -281,7 +287,8 @@ FEWEST = 4
 
 def choose(group, hosts, device, timeout):
     """The Transport of a group: copies if all ranks are on one host and get symmetric
-    memory. All ranks call it, and talk about it in hosts, a group of the same ranks.
+    memory. All ranks call it, and exchange what they find through hosts, a group of
+    the same ranks.
     """
     if device.type != "cuda":
         return Transport(None, None, "the tensors are on a CPU")
@@ -330,7 +337,7 @@ def tried(step, hosts):
 
 
 def boot_id():
-    """What this start of the host is called, or None."""
+    """The identifier of the current boot of the host, or None."""
     try:
         return BOOT.read_text("utf-8")
     except OSError:
@@ -349,7 +356,7 @@ def obstacle(device):
 
 
 def gathered(x, hosts):
-    """What each rank says."""
+    """A list of what each rank says."""
     found = [None] * dist.get_world_size(hosts)
     dist.all_gather_object(found, x, group=hosts)
     return found

@@ -3,8 +3,8 @@ refusal of what it cannot honor.
 
 transformers keeps two tables. One maps a name to the function that computes attention;
 the other maps the same name to the function that turns padding, cache and window into
-that function's mask. A name in the first table only gets no mask at all, and padding
-would be silently ignored. So both are filled.
+that function's mask. A name that is only in the first table gets no mask at all,
+and padding would be silently ignored. So both are filled.
 
 Not every model reads the first table. Some compute attention in code of their own, but
 take their mask from the second: with None for "causal", they would silently see the
@@ -95,7 +95,7 @@ def register(name=NAME):
 @functools.cache  # once, even if several names are registered
 def _check_new_models():
     """Let a model with a registered name raise when it is created with attention code
-    of its own. transformers makes such a check for names of its own alone.
+    of its own. transformers makes such a check only for its own names.
     """
     from transformers import AttentionInterface, PreTrainedModel
 

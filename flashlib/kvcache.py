@@ -68,7 +68,8 @@ def in_eight_bits(rows):
     """
     rows = rows.float()
     most = rows.abs().amax(dim=-1)
-    # By a tensor: on a GPU PyTorch multiplies by the rounded inverse of a number.
+    # By a tensor: to divide by a number, PyTorch multiplies by its rounded inverse on a
+    # GPU.
     scales = most / torch.full_like(most, 448.0)
     scales = torch.where(scales > 0.0, scales, 1.0)
     return (rows / scales[..., None]).to(cache_checks.EIGHT_BITS), scales

@@ -56,7 +56,7 @@ def div(a, b):
 
 
 def mod(a, b):
-    """The rest of ``div(a, b)``, from 0 to b - 1 for a positive b."""
+    """The remainder of ``div(a, b)``, from 0 to b - 1 for a positive b."""
     require_integers("mod", a, b)
     return a % b
 
@@ -163,7 +163,7 @@ def opposite(b, h, p, j, first):
 
 
 def elsewhere(b, h, p, j, whole, heads, rows, keys):
-    """The Rule of a whole mask for a part with these heads, positions and keys."""
+    """A whole mask, given by its Rule, at these heads, positions and keys of it."""
     return whole[0](b, at(heads, h), at(rows, p), at(keys, j), *whole[1])
 
 

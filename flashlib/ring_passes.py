@@ -30,7 +30,7 @@ class _Visit(NamedTuple):
 
 
 class How(NamedTuple):
-    """What all ranks compute."""
+    """How all ranks attend: what they must agree on."""
 
     causal: bool
     scale: float

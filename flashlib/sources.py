@@ -1,7 +1,8 @@
 """What the Python function of a mask or a score may be written with.
 
 Kernels compile the source of such a function, and the reference evaluates it. So it may
-use only what means the same to both; everything else is refused, with a cure.
+use only what means the same to both; everything else is refused, by an
+error that says what to write instead.
 """
 
 import ast
@@ -22,7 +23,8 @@ from flashlib.plain_checks import wrong
 def source_of(function, name, first, count, named):
     """The source of a function that a kernel can compile, called name in errors, whose
     first parameters have these names, with ``count`` more, and which may use the
-    functions in ``named``. Raises TypeError or ValueError with a cure.
+    functions in ``named``. Raises TypeError or ValueError that says what to
+    write instead.
     """
     if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
         got = "a lambda" if isinstance(function, types.FunctionType) else function

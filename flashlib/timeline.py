@@ -34,7 +34,7 @@ UNITS = ("copy engine", "tensor cores", "softmax units")
 
 
 class Deadlock(RuntimeError):
-    """Nobody can go on. The message says who waits for what."""
+    """No agent can go on. The message says which agent waits for what."""
 
 
 class Hazard(RuntimeError):
@@ -235,7 +235,7 @@ def run(programs, machine=HOPPER, shared=True):
     shared      whether agents share the tensor cores equally, or the product that was
                 issued first has them
 
-    Raises Deadlock, Hazard, and TypeError for what is no operation.
+    Raises Deadlock, Hazard, and TypeError for anything that is not an operation.
     """
     agents = [_Agent(name, program) for name, program in programs.items()]
     jobs, intervals, now = [], [], Fraction(0)
@@ -264,7 +264,7 @@ def run(programs, machine=HOPPER, shared=True):
 
 
 def _advance(agent, jobs, intervals, now, machine):
-    """Let an agent do what takes no time; whether it did anything."""
+    """Let an agent do what takes no time, and return whether it did anything."""
     moved = False
     while not agent.over:
         held = agent.held_by
@@ -286,7 +286,7 @@ def _advance(agent, jobs, intervals, now, machine):
 
 
 def _free(agent, held):
-    """Whether what holds an agent is over."""
+    """Whether an agent can go on after what has held it."""
     if isinstance(held, Wait):
         return held.barrier.passes(held.parity)
     if isinstance(held, Finish):

@@ -1,8 +1,8 @@
-"""What kernels share that read rows of E4M3, each with a scale, from a cache.
+"""What the kernels that read rows of E4M3, each with a scale, from a cache share.
 
-Tensor cores multiply the numbers as float16, which can represent all of them. To
-convert two takes one instruction; to bfloat16, it would take several. So the other
-factors are float16 too, scaled by powers of two where their range is larger.
+Tensor cores multiply the numbers as float16, which can represent all of them. One
+instruction converts two of them; a conversion to bfloat16 would take several. So the
+other factors are float16 too, scaled by powers of two where their range is larger.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from flashlib.kernels import INTERPRETED
 
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
-# Scales below it count as it, so that sums of weights over scales stay finite.
+# Smaller scales count as this one, so that sums of weights over scales stay finite.
 LEAST_CACHED_SCALE = tl.constexpr(2.0**-100)
 EXPONENT_BITS = tl.constexpr(0x7F800000)  # of a float32
 # The bytes of two registers, pairs of neighbors, become the first and the second of

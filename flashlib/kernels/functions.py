@@ -37,7 +37,7 @@ def div(a, b):
 
 @triton.jit
 def mod(a, b):
-    """The rest of ``div(a, b)``."""
+    """The remainder of ``div(a, b)``."""
     return a - div(a, b) * b
 
 

@@ -1,6 +1,6 @@
-"""Pieces that the kernels of the backward pass for Hopper share: what is prepared for
-them, and what those that add up dQ are told about the problem; slots for tiles of two
-tensors, copies to them, the statistics of queries, and the end.
+"""Pieces that the kernels of the backward pass for Hopper share: what is prepared
+before their launch, the sizes that the kernels which add up dQ get, slots for tiles of
+two tensors, copies to these slots, the statistics of queries, and the final stores.
 
 Chapter *Hopper*, its depth.
 """
@@ -24,7 +24,7 @@ from flashlib.kernels.gluon_tiles import ROWS, accumulator, make_slots
 CONSUMERS = gl.constexpr(2)  # of a program
 BLOCK = 128  # rows of a result that a program owns, ROWS for each consumer
 PAD = 128  # delta and lse2 are padded to a multiple of it
-EVERY_PART = 2**31 - 1  # of dQ is awaited: more than there are
+EVERY_PART = 2**31 - 1  # `awaited` for all earlier parts of dQ: there are fewer
 # Twelve warps have 168 registers per thread; the last four, of which one is the
 # producer and some are adders, give most of theirs to the others.
 WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}

@@ -49,7 +49,7 @@ SLOTS = gl.constexpr(2)  # for blocks of keys, in the forward pass
 
 @gluon.jit
 def times(n, stride):
-    """n times a stride, None for 1."""
+    """n times a stride, where None stands for a stride of 1."""
     if stride is not None:
         n = n * stride
     return n

@@ -26,7 +26,7 @@ class Keys(NamedTuple):
     b: Any
     h: Any  # of keys
     col: Any
-    # Triton 3.6 returns no None, so what a form does not have is 0.
+    # Triton 3.6 cannot return None, so a field that a form does not have is 0.
     entries: Any  # of a list: a pointer to the first, four numbers each
     row: Any  # by formula: of the first block of queries
     blocks: Any  # of queries that see some of the keys; in a list, entries

@@ -82,7 +82,7 @@ def broadcast_strides(x):
 
 
 def starts_of(packing):
-    """The Starts that the kernels take."""
+    """The Starts of a Packing or None, as kernels take them."""
     return Starts(None, None) if packing is None else Starts(*packing[:2])
 
 
@@ -126,7 +126,7 @@ def compiled_for(score_mod, packing, config, n, backward=False):
 
 
 def operands(tensors, tile, packing):
-    """Tensors q, k, v, perhaps do, that a kernel reads in tiles, then their strides."""
+    """q, k, v and perhaps do as a kernel reads them in tiles, then their strides."""
     strides = tuple(rows_of(x, packing).strides for x in tensors)
     return *descriptors.operands(tensors, tile), strides
 
