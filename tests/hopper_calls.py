@@ -7,7 +7,7 @@ import torch
 from device import DEVICE
 
 from flashlib import plans, score_mods, testing
-from flashlib.kernels import hopper
+from flashlib.kernels import gluon_keep, hopper
 from flashlib.masks import div, mod
 from flashlib.score_mods import unchanged
 
@@ -20,7 +20,7 @@ def inputs(B, H, T_q, d, dtype=torch.bfloat16, **changes):
 def keep_always(patch):
     """Keep the maximum of a tile's first block in small problems too."""
     for name in ("KEEP_FROM", "KEEP_SCORES"):
-        patch.setattr(hopper, name, 0)
+        patch.setattr(gluon_keep, name, 0)
     patch.setattr(plans, "PLANS", {})  # a plan has decided before
 
 

@@ -17,6 +17,7 @@ from benchmarks import ablations, last_step
 from flashlib import plans, records
 from flashlib.kernels import (
     gluon_forward,
+    gluon_keep,
     gluon_lists,
     gluon_scores,
     gluon_tasks,
@@ -51,7 +52,7 @@ def test_what_the_variants_of_the_last_step_change_as_compiled():
 def test_the_variants_as_threads(name, monkeypatch):
     """Barriers, phases, slots and sums, whatever the order of the roles."""
     changes = last_step.CHANGES[name]
-    modules = gluon_scores, gluon_lists, gluon_forward, gluon_tasks, hopper
+    modules = gluon_scores, gluon_lists, gluon_forward, gluon_keep, gluon_tasks, hopper
     names = {key: x for module in modules for key, x in vars(module).items()}
     names |= {"THREAD_SUMS": names["thread_sums"], "larger": last_step.larger}
     names |= {key: x for (owner, key), x in changes.items() if owner is hopper}

@@ -4,50 +4,23 @@ GPU.
 """
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import roles
 import torch
 from device import on_cpu
+from hopper_threads import BACKWARD_MODULES, FORWARD_MODULES, threads
 
 from flashlib import score_mods, testing
-from flashlib.kernels import (
-    gluon_backward,
-    gluon_bias,
-    gluon_forward,
-    gluon_fused,
-    gluon_keys,
-    gluon_lists,
-    gluon_order,
-    gluon_scores,
-    gluon_tasks,
-    hopper,
-    hopper_backward,
-    masks,
-)
+from flashlib.kernels import gluon_bias, hopper, hopper_backward, masks
 
 pytestmark = on_cpu
-SHARED = gluon_bias, gluon_scores
-FORWARD_MODULES = *SHARED, gluon_lists, gluon_forward, gluon_tasks, hopper
-BACKWARD_MODULES = *SHARED, gluon_backward, gluon_keys, gluon_order, gluon_fused
-BACKWARD_MODULES += (hopper_backward,)
 COPIES = ("make_bias_ring", "refill_bias", "read_bias", "skip_bias")
 COPIES += ("bias_tiles", "copy_bias", "less_copied_bias")
 # (T_q, T_k, causal, the shape of the bias before T_q and T_k)
 CASES = [(130, 200, False, (1, 2)), (200, 200, True, (1, 1)), (300, 136, True, (2, 2))]
 each_case = pytest.mark.parametrize(("T_q", "T_k", "causal", "outer"), CASES)
 SCALE = 0.1
-
-
-def threads(name, module, functions, modules, monkeypatch):
-    """The kernel of a module as threads, on a GPU of two multiprocessors."""
-    names = {key: x for module in modules for key, x in vars(module).items()}
-    kernel = roles.Threads(name, functions, names)
-    kernel.arg_names = getattr(module, name).arg_names
-    monkeypatch.setattr(module, name, kernel)
-    few = SimpleNamespace(multi_processor_count=2, L2_cache_size=2**26)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
 
 
 def problem(T_q, T_k, d, outer):

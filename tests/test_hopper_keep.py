@@ -9,10 +9,10 @@ import pytest
 import roles
 import torch
 from device import on_cpu
-from test_hopper_bias import FORWARD_MODULES, threads
+from hopper_threads import FORWARD_MODULES, threads
 
 from flashlib import plans, score_mods, testing
-from flashlib.kernels import hopper
+from flashlib.kernels import gluon_keep, hopper
 from flashlib.reference import standard
 
 pytestmark = on_cpu
@@ -39,8 +39,8 @@ def left(monkeypatch):
     """What a Noting kernel notes, which keeps maxima at any length."""
     monkeypatch.setattr(roles, "Threads", Noting)
     threads("forward_kernel", hopper, roles.FORWARD, FORWARD_MODULES, monkeypatch)
-    monkeypatch.setattr(hopper, "KEEP_FROM", 0)
-    monkeypatch.setattr(hopper, "KEEP_SCORES", 0)
+    monkeypatch.setattr(gluon_keep, "KEEP_FROM", 0)
+    monkeypatch.setattr(gluon_keep, "KEEP_SCORES", 0)
     monkeypatch.setattr(plans, "PLANS", {})  # plans have the kernels of other tests
     hopper.forward_kernel.left = []
     return hopper.forward_kernel.left
@@ -118,7 +118,7 @@ def test_where_it_is_kept(monkeypatch):
 
     def kept(B, T, how, dtype=torch.bfloat16):
         x = torch.empty(B, 25, T, 64, dtype=dtype, device="meta")
-        return hopper.keeps_maximum(x, x, how)
+        return gluon_keep.keeps_maximum(x, x, how)
 
     assert kept(4, 2048, causal) and kept(2, 2048, full)
     assert kept(2, 2048, full._replace(softcap=9.0))
@@ -130,5 +130,5 @@ def test_where_it_is_kept(monkeypatch):
         assert not kept(4, 2048, how)
     packing = score_mods.Packing(None, None, 4096, 4096)
     x = torch.empty(16384, 25, 64, dtype=torch.bfloat16, device="meta")
-    assert hopper.keeps_maximum(x, x, full, packing)
-    assert not hopper.keeps_maximum(x, x, full, packing._replace(longest_k=1024))
+    assert gluon_keep.keeps_maximum(x, x, full, packing)
+    assert not gluon_keep.keeps_maximum(x, x, full, packing._replace(longest_k=1024))

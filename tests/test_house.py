@@ -76,9 +76,9 @@ MODS = "flashlib.score_mods"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
     "cached", "descriptors", "eight_bits", "gluon_backward", "gluon_forward",
-    "gluon_bias", "gluon_keys", "gluon_lists", "gluon_scores", "gluon_tasks",
-    "gluon_tiles", "hopper_host", "hopper_tiles", "inputs", "score_arguments",
-    "score_gradients", "scores", "tables", "tile_lists", "tiles",
+    "gluon_bias", "gluon_keep", "gluon_keys", "gluon_lists", "gluon_scores",
+    "gluon_tasks", "gluon_tiles", "hopper_host", "hopper_tiles", "inputs",
+    "score_arguments", "score_gradients", "scores", "tables", "tile_lists", "tiles",
 )  # fmt: skip
 KERNEL = f"torch triton {PLAIN} {MODS} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED

@@ -55,7 +55,7 @@ def places(path):
 
 def test_the_timeline_knows_where_the_forward_kernel_waits():
     kernels = Path(timeline.__file__).parent / "kernels"
-    files = "gluon_forward.py", "hopper.py", "steps/hopper.py"
+    files = "gluon_forward.py", "gluon_keep.py", "hopper.py", "steps/hopper.py"
     found = {name for file in files for name in places(kernels / file)}
     # Windows and causal masks wait in `skip`, and the other steps in places of theirs.
     others = {name for name in found if name.split(":")[0] in OTHERS}

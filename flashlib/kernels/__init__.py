@@ -18,6 +18,7 @@ which calls these kernels take. The pieces that they share are in
 ``gluon_scores.py``          softcap, ALiBi and functions of scores, both passes
 ``gluon_bias.py``            a bias, copied to shared memory or read, both passes
 ``gluon_lists.py``           forward: masks that are functions, windows
+``gluon_keep.py``            forward: one maximum for the blocks of a tile
 ``gluon_keys.py``            backward: the blocks of queries that see a block of keys
 ``gluon_backward.py``        backward: memory, copies, and how results leave
 ``gluon_fused.py``           a step of dK, dV and dQ in one kernel, d = 64 and 128

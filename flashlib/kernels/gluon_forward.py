@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from flashlib.kernels.gluon_bias import skip_bias
 from flashlib.kernels.gluon_tiles import (
     ROWS,
     Ring,
@@ -289,3 +290,27 @@ def start_values(acc, bits, v_ring, count):
     p = gl.convert_layout(bits.to(v_ring.slots.dtype, bitcast=True), factor)
     mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
     return warpgroup_mma(p, v_ring.slots.index(count % SLOTS), acc, is_async=True)
+
+
+@gluon.jit
+def skip(blocks, count, shared):
+    """Release blocks that only the other consumers see; returns the new count."""
+    k_ring, v_ring = shared.k, shared.v
+    SLOTS: gl.constexpr = k_ring.slots.shape[0]
+    for _ in range(blocks):
+        if shared.bias is not None:
+            skip_bias(shared.bias, count)
+        mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+        release(k_ring, count)
+        mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+        release(v_ring, count)
+        count += 1
+    return count
+
+
+@gluon.jit
+def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
+    """Weights, maximum and sums [ROWS, 4] of a tile's first block of scores."""
+    s, m = new_maximum(s, m, scale_log2, seen, col, MASKED)
+    p, _alpha = weights(s, m, m, scale_log2)
+    return p, m, thread_sums(p)

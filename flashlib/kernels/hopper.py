@@ -12,10 +12,7 @@ A consumer starts S = Q K^T of the next block before it adds P V of this one, an
 finds the maximum of the next block while that product runs. The kernel is persistent:
 as many programs as fit on the GPU take tiles from a shared counter, longest first.
 
-With KEEP, blocks that all rows see keep the maximum of the first one, and rescale
-nothing: weights may exceed 1. Where that goes too far, L becomes NaN, and a second
-launch computes the tile with the maximum of every block (depth page of *Hopper*, "One
-maximum for a tile").
+With KEEP, most blocks keep the maximum of a tile's first one (gluon_keep.py).
 """
 
 import math
@@ -41,9 +38,9 @@ from flashlib.kernels.gluon_bias import (
     bias_of,
     make_bias_ring,
     refill_bias,
-    skip_bias,
 )
 from flashlib.kernels.gluon_forward import (
+    attend_first,
     before_next_wait,
     block_counts,
     coordinates,
@@ -55,12 +52,20 @@ from flashlib.kernels.gluon_forward import (
     push,
     refill,
     release,
+    skip,
     start_scores,
     start_values,
     thread_sums,
     tile_in,
     visible_keys,
     weights,
+)
+from flashlib.kernels.gluon_keep import (
+    LARGEST_SUM,
+    attend_keeping,
+    has_overflowed,
+    keeps_maximum,
+    less_overflowed,
 )
 from flashlib.kernels.gluon_lists import (
     Queries,
@@ -86,27 +91,6 @@ from flashlib.kernels.tiles import LOWEST, with_sink
 # tiles, some programs find nothing left to do at the end. With more heads, their K and
 # V do not fit in the L2 cache.
 SECTION_HEADS = 16
-# The blocks after a tile's first one keep its maximum if there are this many keys, and
-# this many scores for each multiprocessor: less would not make up for another launch.
-KEEP_FROM = 2048
-KEEP_SCORES = 2**21
-# The largest sum of weights under a kept maximum. Where a later block rescales it, the
-# factor is 0 below 2^-126, so what is lost is at most 2^-26 of the new sum.
-LARGEST_SUM = gl.constexpr(2.0**100)
-
-
-def keeps_maximum(q, k, score_mod, packing=None):
-    """Whether blocks keep the maximum of a tile's first one. Weights in float16 end at
-    2^16; under a window, some rows see nothing of the first block; and what is added to
-    scores may let them grow with the position, as ALiBi does.
-    """
-    if q.dtype != torch.bfloat16 or score_mod.window is not None:
-        return False
-    longest = k.shape[2] if packing is None else packing.longest_k
-    scores = q.numel() // q.shape[-1] * longest // (2 if score_mod.causal else 1)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    enough = longest >= KEEP_FROM and scores >= KEEP_SCORES * processors
-    return enough and not score_mod._replace(softcap=0.0).changed
 
 
 class ForwardSizes(NamedTuple):
@@ -194,42 +178,6 @@ def produce(
 
 
 @gluon.jit
-def has_overflowed(lse, task, CONSUMERS: gl.constexpr):
-    """Whether less_overflowed left NaN in L of any row of a tile."""
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    found = 0
-    for c in gl.static_range(CONSUMERS):
-        i = task.row + c * ROWS + gl.arange(0, ROWS, layout)  # [ROWS]
-        l = gl.load(lse + task.lse + i, mask=i < task.T_q, other=0.0)  # [ROWS]
-        found |= gl.max((l != l).to(gl.int32), 0)
-    return found != 0
-
-
-@gluon.jit
-def skip(blocks, count, shared):
-    """Release blocks that only the other consumers see; returns the new count."""
-    k_ring, v_ring = shared.k, shared.v
-    SLOTS: gl.constexpr = k_ring.slots.shape[0]
-    for _ in range(blocks):
-        if shared.bias is not None:
-            skip_bias(shared.bias, count)
-        mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
-        release(k_ring, count)
-        mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
-        release(v_ring, count)
-        count += 1
-    return count
-
-
-@gluon.jit
-def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
-    """Weights, maximum and sums [ROWS, 4] of a tile's first block of scores."""
-    s, m = new_maximum(s, m, scale_log2, seen, col, MASKED)
-    p, _alpha = weights(s, m, m, scale_log2)
-    return p, m, thread_sums(p)
-
-
-@gluon.jit
 def attend(
     bits, acc, m, l, invariants, change, count, col,
     MASKED: gl.constexpr, RAGGED: gl.constexpr = False,
@@ -262,37 +210,6 @@ def attend(
     # halves of every pair.
     bits = p.to(k_ring.slots.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
     return bits, warpgroup_mma_init(o), m_new, l
-
-
-@gluon.jit
-def attend_keeping(bits, acc, m, l, invariants, change, count, col):
-    """As attend, for a block that all rows see whole, but with the maximum m of the
-    blocks before it, so that nothing is rescaled. Weights may exceed 1.
-    """
-    q_tile, k_ring, v_ring, queries, sizes, scale_log2 = invariants
-    s = start_scores(q_tile, k_ring, count)
-    acc = start_values(acc, bits, v_ring, count - 1)
-    bias = bias_of(queries, count, col, sizes, change, k_ring.slots.shape[1], True)
-    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
-    s = change_tile(s, bias, queries, col, sizes, change)
-    p, _one = weights(s, m, m, scale_log2)
-    sums = before_next_wait(thread_sums(p))  # [ROWS, 4]
-    o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
-    release(k_ring, count)
-    release(v_ring, count - 1)
-    bits = p.to(k_ring.slots.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
-    return bits, warpgroup_mma_init(o), l + sums
-
-
-@gluon.jit
-def less_overflowed(lse_rows, l, o_rows, overflowed, i, T_q):
-    """L of rows [ROWS] with NaN where l or O is not finite, and 1 in `overflowed` if
-    there is such a row.
-    """
-    size = gl.sum(gl.abs(o_rows), 1)  # [ROWS], not finite if a number of O is not
-    right = l + gl.convert_layout(size, l.type.layout) < float("inf")
-    gl.store(overflowed + gl.zeros_like(i), 1, mask=~right & (i < T_q))
-    return gl.where(right, lse_rows, float("nan"))
 
 
 @gluon.jit

@@ -38,6 +38,7 @@ from flashlib.kernels.gluon_forward import (
     push,
     refill,
     release,
+    skip,
     visible_keys,
 )
 from flashlib.kernels.gluon_fp8 import (
@@ -56,7 +57,7 @@ from flashlib.kernels.gluon_fp8 import (
 )
 from flashlib.kernels.gluon_tasks import head_and_block
 from flashlib.kernels.gluon_tiles import ROWS
-from flashlib.kernels.hopper import SECTION_HEADS, ForwardShared, skip
+from flashlib.kernels.hopper import SECTION_HEADS, ForwardShared
 from flashlib.kernels.tiles import LN_2, LOG2_E, LOWEST
 
 CONSUMERS = gl.constexpr(2)
