@@ -40,7 +40,7 @@ import importlib
 import importlib.metadata
 import os
 
-__version__ = "3.0.3"
+__version__ = "3.1.0"
 
 _HOME = {
     "FlashSelfAttention": "flashlib.layers",
