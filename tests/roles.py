@@ -20,7 +20,7 @@ from device import as_python
 # hopper_backward, and of both kernels of hopper_wide.
 FORWARD = (
     "head_and_block", "task_at", "window_start", "produce", "skip", "hide_scores",
-    "attend_first", "attend", "attend_keeping", "less_overflowed", "has_overflowed",
+    "attend_first", "attend", "attend_keeping", "store_checked", "has_overflowed",
     "consume", "forward_kernel",
     # of gluon_forward, gluon_lists and gluon_scores
     "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",

@@ -88,7 +88,7 @@ RUN += ("produce", "consume")
 RUN += ("list_of_task", "list_bounds", "column")
 LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "coordinates")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
-LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of", "less_overflowed")
+LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of", "store_checked")
 
 
 def kernel(language, **names):

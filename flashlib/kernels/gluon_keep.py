@@ -71,19 +71,19 @@ def attend_keeping(bits, acc, m, l, invariants, change, count, col):
 
 
 @gluon.jit
-def less_overflowed(lse_rows, l, o_rows, overflowed, i, T_q):
-    """L of rows [ROWS] with NaN where l or O is not finite, and 1 in `overflowed` if
-    there is such a row.
+def store_checked(lse, lse_rows, l, o_rows, overflowed, i, T_q):
+    """Store L of the rows i [ROWS] before T_q: NaN where l or O is not finite, and then
+    1 in `overflowed`.
     """
     size = gl.sum(gl.abs(o_rows), 1)  # [ROWS], not finite if a number of O is not
     right = l + gl.convert_layout(size, l.type.layout) < float("inf")
     gl.store(overflowed + gl.zeros_like(i), 1, mask=~right & (i < T_q))
-    return gl.where(right, lse_rows, float("nan"))
+    gl.store(lse + i, gl.where(right, lse_rows, float("nan")), mask=i < T_q)
 
 
 @gluon.jit
 def has_overflowed(lse, task, CONSUMERS: gl.constexpr):
-    """Whether less_overflowed left NaN in L of any row of a tile."""
+    """Whether store_checked left NaN in L of any row of a tile."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     found = 0
     for c in gl.static_range(CONSUMERS):

@@ -65,7 +65,7 @@ from flashlib.kernels.gluon_keep import (
     attend_keeping,
     has_overflowed,
     keeps_maximum,
-    less_overflowed,
+    store_checked,
 )
 from flashlib.kernels.gluon_lists import (
     Queries,
@@ -325,8 +325,8 @@ def consume(
             gl.store(lse + task.lse + i, lse_rows, mask=i < T_q)
         o_rows = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
         if KEEP:
-            lse_rows = less_overflowed(lse_rows, l, o_rows, sizes.overflowed, i, T_q)
-            gl.store(lse + task.lse + i, lse_rows, mask=i < T_q)
+            rows = lse + task.lse
+            store_checked(rows, lse_rows, l, o_rows, sizes.overflowed, i, T_q)
         release(v_ring, count - 1)
         if CAUSAL and sizes.lists is None:
             count = skip(last - end, count, shared)
