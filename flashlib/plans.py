@@ -402,7 +402,7 @@ class TensorMap:
 
 def zeros(shape, dtype, x):
     """Zeros of this shape on the device of x. All are one number in memory, with stride
-    0, and only for one launch, which may overwrite it.
+    0, and only for the launches of one run, which may overwrite it.
     """
     from triton import knobs
 
