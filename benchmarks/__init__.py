@@ -6,6 +6,8 @@ speed.py     times and memory of the passes forward, steps, backward, hopper, ma
 fa3.py       FA-3 as a contender, where its library is
 fa4.py       FA-4 as a contender, where its package is
 decoding.py  times of one step of decoding
+eight_bits.py attention in eight bits and its error, next to bfloat16
+scores.py    masks, changed scores and sinks, next to FlexAttention
 latent.py    times of latent attention, expanded and absorbed
 host.py      what a call costs the host, eager calls next to CUDA graphs, training
 ring.py      one sequence on several GPUs, started by torchrun
@@ -13,6 +15,8 @@ traffic.py   bytes through HBM, counted by Nsight Compute
 ablations.py what one change does to a kernel, with everything else as it was
 last_step.py the changes to the final kernel of chapter Hopper, for ablations.py
 traces.py    when each role of a Hopper kernel waits
+probes.py    what a GPU's sums, copies and exponentials do, by crafted inputs
+tensor_cores.py the sums of tensor cores, for probes.py
 runs.py      how a record is measured task by task, and continued by a later run
 timing.py    how one call is timed, and the parts that every record has
 """

@@ -75,8 +75,9 @@ def attention(
         "flash2" at d = 192 and 256, sinks at d = 192, and a bias's own gradient always.
 
         "auto" is "hopper" where that can run, except at d = 64 in the forward pass of a
-        softcap, or of a bias that is not contiguous in the dtype of q with one number
-        for each pair. Otherwise, and always with tune or dropout, it is "flash2".
+        softcap, or of a bias that the copy engine cannot read: in another dtype than q,
+        without a number for each pair, or with rows that are not multiples of 16 bytes.
+        Otherwise, and always with tune or dropout, it is "flash2".
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool

@@ -40,7 +40,8 @@ LARGEST_SUM = gl.constexpr(2.0**100)
 def keeps_maximum(q, k, score_mod, packing=None):
     """Whether blocks keep the maximum of a tile's first one. Weights in float16 end at
     2^16; under a window, some rows see nothing of the first block; and what is added to
-    scores may let them grow with the position, as ALiBi does.
+    scores may let them grow with the position, as ALiBi does. Of packed sequences, each
+    counts as if it had the longest keys.
     """
     if q.dtype != torch.bfloat16 or score_mod.window is not None:
         return False

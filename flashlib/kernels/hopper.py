@@ -305,7 +305,7 @@ def consume(
                     bits, acc, m, l, invariants, change, count, col, False, RAGGED
                 )
             count += 1
-        if KEEP:  # the rest could rescale what is too large to something that is not
+        if KEEP:  # a later block could scale an overflowed sum down to a harmless one
             l = gl.where(l < LARGEST_SUM, l, float("inf"))  # [ROWS, 4]
         if CAUSAL or RAGGED or sizes.lists is not None:
             for j in range(gl.maximum(full_end, start), end):
@@ -498,10 +498,9 @@ def forward(q, k, v, score_mod, packing=None):
         narrow=masked and score_mod.mask.narrow(causal),
     )  # fmt: skip
 
-    keep = keeps_maximum(q, k, score_mod, packing)
-
     def fill(q, o, lse, scale):
         scaled = score_mod._replace(scale=scale)
+        keep = keeps_maximum(q, k, score_mod, packing)
         launch_forward(q, k, v, o, lse, scaled, packing, tile, keep)
 
     return hopper_forward(q, k, score_mod.scale, fill, v)
