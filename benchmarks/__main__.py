@@ -66,8 +66,10 @@ def draw(measured, path):
 def options(arguments=None):
     """The parsed command line."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    names = f"of {', '.join(PASSES)}; default: all but hbm"
-    parser.add_argument("passes", nargs="*", metavar="pass", help=names)
+    names = f"of {', '.join(PASSES)}"
+    parser.add_argument(
+        "passes", nargs="*", metavar="pass", help=f"{names}; default: all but hbm"
+    )
     quick = "few shapes; written only with --output"
     parser.add_argument("--quick", action="store_true", help=quick)
     folder = "folder to write to; default: flashlib/records"

@@ -168,9 +168,9 @@ def check_hopper(device, d, d_v):
         return
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
-        expected = "a Hopper GPU (compute capability 9.0); flashlib.reference.fp8 has "
-        expected += "the same attention in PyTorch"
-        raise wrong("q", expected, ".".join(map(str, capability)))
+        got = ".".join(map(str, capability))
+        got += "; flashlib.reference.fp8 has the same attention in PyTorch"
+        raise wrong("q", "a Hopper GPU (compute capability 9.0)", got)
     from flashlib.kernels.hopper_host import HOPPER_WIDTHS
 
     if d != d_v or d not in HOPPER_WIDTHS:

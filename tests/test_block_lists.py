@@ -163,8 +163,8 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     lists = BlockLists(masks.causal(), q, k, v)
     shorter = [x if x is None else x[..., :-1] for x in lists.lists]
     lists.lists = type(lists.lists)(*shorter)
-    message = "mask: expected lists for tensors with these strides and this dtype, "
-    message += "got lists whose sizes do not fit tiles of "
+    message = "mask: expected lists made for q, k and v with the strides and dtype of "
+    message += "this call, got lists whose sizes do not fit tiles of "
     with refused(ValueError, message):
         flashlib.attention(q, k, v, mask=lists)
 

@@ -187,7 +187,7 @@ def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
         group = n.GROUP if score_mod.mask.depends[1] else 1
         made = cols, 1 + 4 * (group * rows + SPARE.value)
     if tuple(lists.shape[2:]) != made:
-        expected = "lists for tensors with these strides and this dtype"
+        expected = "lists made for q, k and v with the strides and dtype of this call"
         got = f"lists whose sizes do not fit tiles of {BLOCK_Q} x {BLOCK_K}"
         raise wrong("mask", expected, got)
     return lists
