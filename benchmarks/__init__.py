@@ -13,10 +13,10 @@ host.py      what a call costs the host, eager calls next to CUDA graphs, traini
 ring.py      one sequence on several GPUs, started by torchrun
 traffic.py   bytes through HBM, counted by Nsight Compute
 ablations.py what one change does to a kernel, with everything else as it was
-last_step.py the changes to the final kernel of chapter Hopper, for ablations.py
+last_step.py the changes from `overlapped` to `persistent`, for ablations.py
 traces.py    when each role of a Hopper kernel waits
-probes.py    what a GPU's sums, copies and exponentials do, by crafted inputs
-tensor_cores.py the sums of tensor cores, for probes.py
+probes.py    what the tensor cores keep of a sum, found with crafted inputs
+tensor_cores.py one product on the tensor cores, for probes.py
 runs.py      how a record is measured task by task, and continued by a later run
 timing.py    how one call is timed, and the parts that every record has
 """

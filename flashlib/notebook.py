@@ -178,7 +178,7 @@ def show(thing, *more):
 
     A tuple ``(thing, first, last)`` shows a part of a thing: the lines from one that
     contains the text ``first`` to one that contains ``last``. Raises ValueError if
-    there are none, TypeError for what has no source.
+    no line contains one of them, TypeError for what has no source.
     """
     from IPython.display import Markdown
 

@@ -432,9 +432,8 @@ class Zero(NamedTuple):
 
 
 def next_zero(device, stream):
-    """A Zero for one launch on the current stream. One fill makes zeros for 4096
-    launches; a CUDA graph that is being captured gets its own fill, which every replay
-    of the graph repeats.
+    """A Zero for one run on the current stream. One fill makes 4096 of them; a CUDA
+    graph that is being captured gets its own fill, which every replay of it repeats.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
