@@ -97,7 +97,8 @@ def test_a_large_sum_that_a_later_block_would_rescale(above, left):
     # L is about 88, of which float32 has 17 binary digits after the point.
     torch.testing.assert_close(lse.double(), exact[1], rtol=0.0, atol=2**-15)
     torch.testing.assert_close(o.double(), exact[0], rtol=2**-7, atol=2**-8)
-    assert left[0][1].any() == (above > 100)
+    # The mask cuts the third block of this row, whose sum is harmless again after it.
+    assert left[0][1][0, 0, 260] == (above > 100)
 
 
 def test_a_query_with_nan_stays_nan(left):
